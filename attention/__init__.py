@@ -1,0 +1,1 @@
+"""Attention states, spans, and the backends that compute them."""

@@ -1,0 +1,46 @@
+"""Attention states and the one operator by which partial results meet."""
+
+# Shape legend: T query tokens, H query heads, D head dim.
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class AttnState:
+    """Attention over some set of keys, mergeable with attention over any disjoint set.
+
+    `out` [T, H, D] fp32 is the normalized output, `lse` [T, H] fp32 the natural-log sum of exponentiated scores.
+    A row that saw no key is `(0, -inf)`, the identity of `merge`. (Online softmax: Milakov and Gimelshein 2018;
+    the state algebra: Ye et al., FlashInfer, 2025.)
+    """
+
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
+def empty_state(num_tokens: int, num_heads: int, dim: int, device: torch.device | str = "cpu") -> AttnState:
+    """The identity of `merge`: out zeros [T, H, D], lse -inf [T, H]."""
+    return AttnState(
+        torch.zeros(num_tokens, num_heads, dim, dtype=torch.float32, device=device),
+        torch.full((num_tokens, num_heads), -math.inf, dtype=torch.float32, device=device),
+    )
+
+
+def merge(a: AttnState, b: AttnState) -> AttnState:
+    """Attention over the union of two disjoint key sets: associative, commutative, identity `(0, -inf)`.
+
+    Merging with the identity returns the other operand bit for bit; empty with empty is empty, never NaN.
+    """
+    top = torch.maximum(a.lse, b.lse)
+    # Where both are empty, top is -inf and -inf - -inf would be NaN: any finite stand-in gives weights of exactly 0.
+    top = torch.where(torch.isneginf(top), torch.zeros_like(top), top)
+    weight_a = torch.exp(a.lse - top)
+    weight_b = torch.exp(b.lse - top)
+    total = weight_a + weight_b
+    scale = torch.where(total == 0, torch.zeros_like(total), total.reciprocal())
+    out = a.out * (weight_a * scale).unsqueeze(-1) + b.out * (weight_b * scale).unsqueeze(-1)
+    return AttnState(out, top + torch.log(total))

@@ -1,0 +1,1 @@
+"""Quality and speed suites on the public API."""

@@ -1,0 +1,1 @@
+"""Loading models and the one hook into Hugging Face models."""

@@ -1,0 +1,81 @@
+"""What the engine must know of a model before any weight is read: layers, attention shapes, sizes, limits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """Attention of one decoder layer, as its module will call the hook.
+
+    `window` counts the query's own position (Hugging Face's convention): query i sees keys i-window+1 .. i.
+    None is full attention.
+    """
+
+    index: int
+    window: int | None
+    num_heads: int
+    num_kv_heads: int
+    k_dim: int
+    v_dim: int
+    scale: float
+    softcap: float | None = None
+    has_sink: bool = False
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """Which rope regimes a model has.
+
+    kind `static`: one regime for every length. `longrope`: short or long factors, chosen by whether a request's last
+    position exceeds `original_positions`. `dynamic`: the base grows with the request's length beyond
+    `original_positions`.
+    """
+
+    kind: str = "static"
+    original_positions: int = 0
+
+    def regime(self, total_tokens: int) -> int:
+        """The regime of a request that will have at most `total_tokens` positions; 0 is the short, unscaled one.
+
+        `longrope` answers 0 or 1; `dynamic` answers 0 or the length itself (each length has its own base).
+        """
+        if self.kind == "static" or total_tokens <= self.original_positions:
+            return 0
+        return 1 if self.kind == "longrope" else total_tokens
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model's geometry from its config alone; `plan` and the cache are built from it.
+
+    `num_params` counts every parameter once (a tied head is counted with the embedding); `embedding_params` are the
+    input embedding's; `head_params` are the LM head's (equal to the embedding's when tied, where `tied` is true);
+    `linear_params` are all parameters that a token multiplies in the layers (for MoE: `active_linear_params` are those
+    one token touches). `max_positions` is the model's own limit, after any rope scaling asked for by the user.
+    """
+
+    name: str
+    model_type: str
+    dtype: str
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    max_positions: int
+    layers: tuple[LayerSpec, ...]
+    rope: RopeSpec
+    num_params: int
+    embedding_params: int
+    head_params: int
+    linear_params: int
+    active_linear_params: int
+    tied: bool
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights as resident in `dtype`, a tied embedding counted once."""
+        return self.num_params * DTYPE_BYTES[self.dtype]
+
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

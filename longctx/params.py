@@ -1,0 +1,53 @@
+"""How a request wants its tokens chosen and when to stop."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from longctx.errors import RequestError
+
+MAX_STOP_STRINGS = 64
+MAX_STOP_CHARS = 4096
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Sampling options of one request.
+
+    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 are off. `max_tokens` None means up to the model's limit.
+    `seed` None draws a fresh one, which the request then reports. `stop` strings end the text before themselves.
+    Raises `RequestError` for a value out of range.
+    """
+
+    max_tokens: int | None = None
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        else:
+            object.__setattr__(self, "stop", tuple(self.stop))
+        checks = (
+            (self.max_tokens is None or self.max_tokens >= 1, f"max_tokens must be at least 1, got {self.max_tokens}"),
+            (
+                math.isfinite(self.temperature) and 0.0 <= self.temperature <= 100.0,
+                f"temperature must be between 0 and 100, got {self.temperature}",
+            ),
+            (self.top_k >= 0, f"top_k must be 0 (off) or more, got {self.top_k}"),
+            (0.0 < self.top_p <= 1.0, f"top_p must be above 0 and at most 1, got {self.top_p}"),
+            (self.seed is None or 0 <= self.seed < 2**64, f"seed must be between 0 and 2**64 - 1, got {self.seed}"),
+            (len(self.stop) <= MAX_STOP_STRINGS, f"at most {MAX_STOP_STRINGS} stop strings, got {len(self.stop)}"),
+            (
+                all(isinstance(s, str) and 0 < len(s) <= MAX_STOP_CHARS for s in self.stop),
+                f"each stop string must have 1 to {MAX_STOP_CHARS} characters",
+            ),
+        )
+        for ok, message in checks:
+            if not ok:
+                raise RequestError(message)

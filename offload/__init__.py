@@ -1,0 +1,1 @@
+"""Keyed stores of opaque bytes: the block key and the store protocol."""

@@ -1,0 +1,1 @@
+"""Groups of ranks and how partial attention meets over them."""

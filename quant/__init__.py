@@ -1,0 +1,1 @@
+"""What a block's bytes look like: formats, layout, storing and gathering."""
