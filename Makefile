@@ -18,8 +18,8 @@ setup: $(INSTALLED)  ## install into .venv
 $(INSTALLED): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (some minutes, once)"
-	@$(BIN)/python -m pip install --quiet --upgrade --constraint constraints.txt pip
-	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
+	@$(BIN)/python -m pip install -qq --upgrade --constraint constraints.txt pip
+	@$(BIN)/python -m pip install -qq --constraint constraints.txt --editable '.[test]'
 	@touch $@
 
 test: setup lint  ## lint, then every test that needs no GPU, real models included
