@@ -53,7 +53,10 @@ class TokenEvent:
 
 @dataclass(frozen=True)
 class FinishEvent:
-    """The last event of a request. `reason`: stop | length | cancelled | error."""
+    """The last event of a request. `reason`: stop | length | scored | cancelled | error.
+
+    `computed_tokens` counts every position computed for this request, those computed again after a preemption included.
+    """
 
     request_id: str
     reason: str
@@ -61,6 +64,7 @@ class FinishEvent:
     token_ids: tuple[int, ...]
     usage: Usage
     timings: Timings
+    computed_tokens: int
     error: str | None = None
 
 

@@ -38,6 +38,7 @@ class StepRow:
     seed: int
     sample: bool
     targets: np.ndarray | None = None
+    want_logits: bool = False
 
     @property
     def n(self) -> int:
@@ -58,9 +59,13 @@ class StepSpec:
 
 @dataclass(frozen=True)
 class RowResult:
-    """What a step gave one row: a token if it sampled, logprobs [n] and, if asked, logits [n, vocab] if it scored."""
+    """What a step gave one row: a token if it sampled; logprobs [n] and, if asked for, logits [n, vocab] if it scored.
+
+    `error` says why no token could be sampled (logits that are not numbers); it ends this request and no other.
+    """
 
     request_id: str
     token_id: int | None = None
     logprobs: np.ndarray | None = None
     logits: np.ndarray | None = None
+    error: str | None = None

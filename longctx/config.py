@@ -1,0 +1,97 @@
+"""All settings of an engine, frozen and composed; "auto" is resolved by functions that return a new config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from longctx.errors import LongctxError
+
+
+@dataclass(frozen=True)
+class LoadConfig:
+    """Which model, and how it is loaded."""
+
+    model: str
+    dtype: str = "auto"
+    load_format: str = "auto"
+    max_model_len: int | None = None
+    rope_scaling: str | None = None
+    unverified_model: bool = False
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """The KV cache in device memory (G1). Sizes in bytes; None is "auto".
+
+    `kv_memory` is the pool itself; `device_memory` is everything on the device (weights, workspace, pool);
+    `memory_fraction` is the pool's share of what is free after weights and workspace.
+    """
+
+    kv_format: str = "auto"
+    kv_memory: int | None = None
+    device_memory: int | None = None
+    memory_fraction: float | None = None
+    block_tokens: int = 256
+    prefix_cache: bool = True
+    tail_every: int = 8192
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """How steps are cut.
+
+    A step's predicted time stays under `step_seconds`, and under `itl_target_s` while another request decodes.
+    `chunk_tokens` fixes the chunk instead; `deterministic` also computes decoded tokens with the prefill kernel, so
+    that every logit is the same bit for bit whatever was cached, preempted or computed beside it.
+    """
+
+    max_running: int = 8
+    max_queue: int = 1024
+    max_chunk_tokens: int = 2048
+    chunk_tokens: int | None = None
+    step_seconds: float = 2.0
+    itl_target_s: float = 0.5
+    deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        positive = {
+            name: getattr(self, name)
+            for name in ("max_running", "max_queue", "max_chunk_tokens", "step_seconds", "itl_target_s")
+        }
+        if self.chunk_tokens is not None:
+            positive["chunk_tokens"] = self.chunk_tokens
+        for name, value in positive.items():
+            if not value > 0:
+                raise LongctxError(f"{name} must be positive, got {value}")
+
+    @property
+    def largest_chunk(self) -> int:
+        """The most prompt tokens one step can hold; window pools are sized for it."""
+        return self.chunk_tokens if self.chunk_tokens is not None else self.max_chunk_tokens
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything an engine is built from."""
+
+    load: LoadConfig
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+
+    @classmethod
+    def from_options(cls, model: str, **options: Any) -> EngineConfig:
+        """Build a config from flat option names, as Python callers and the command line use them.
+
+        Raises `LongctxError` for a name that no part knows, naming those that exist.
+        """
+        parts: dict[str, Any] = {"load": LoadConfig(model), "cache": CacheConfig(), "scheduler": SchedulerConfig()}
+        for name, value in options.items():
+            for part_name, part in parts.items():
+                if name != "model" and name in {f.name for f in fields(part)}:
+                    parts[part_name] = replace(part, **{name: value})
+                    break
+            else:
+                known = sorted(f.name for part in parts.values() for f in fields(part) if f.name != "model")
+                raise LongctxError(f"unknown option {name!r}; known options: {', '.join(known)}")
+        return cls(**parts)

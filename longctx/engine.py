@@ -1,0 +1,191 @@
+"""The engine: schedule, run, commit. Stepped by hand, by a thread (loop.py) or by another process."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+import uuid
+from collections.abc import Callable, Sequence
+
+from longctx.attention.registry import pick_backends
+from longctx.config import EngineConfig
+from longctx.detokenize import IncrementalDetokenizer
+from longctx.errors import EngineError, RequestError
+from longctx.events import Event
+from longctx.forward import Backends
+from longctx.kv.budget import Partition, check_request
+from longctx.kv.cache import CacheStats, KVCache
+from longctx.kv.groups import LayerGroup
+from longctx.kv.table import KeyChain
+from longctx.models.load import LoadedModel
+from longctx.offload.key import KeySpace, root_key
+from longctx.params import SamplingParams
+from longctx.rates import Rates
+from longctx.request import Request, ScoreSheet, Status
+from longctx.runner import Runner
+from longctx.scheduler import Scheduler
+from longctx.step import RowResult, StepSpec
+
+log = logging.getLogger(__name__)
+
+
+class StepAbandonedError(Exception):
+    """Raised inside a forward pass when most of the step belongs to cancelled requests."""
+
+
+class Engine:
+    """One model, one cache, many requests.
+
+    `step` computes one step and answers its events. `on_progress`, if set, also hears of progress inside a step, once
+    per layer, from the stepping thread. `cancel` may be called from any thread; everything else belongs to one thread.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        loaded: LoadedModel,
+        groups: Sequence[LayerGroup],
+        partition: Partition,
+        rates: Rates,
+    ):
+        spec, block_tokens = loaded.spec, config.cache.block_tokens
+        self.config = config
+        self.loaded = loaded
+        self.groups = groups
+        self.partition = partition
+        self.rates = rates
+        self.cache = KVCache(
+            groups,
+            partition.num_slots,
+            block_tokens,
+            config.scheduler.largest_chunk,
+            tail_every=config.cache.tail_every,
+        )
+        self.scheduler = Scheduler(config.scheduler, self.cache, rates, spec.vocab_size, block_tokens)
+        prefill, decode = pick_backends(str(loaded.model.device), groups)
+        backends = Backends(prefill, None if config.scheduler.deterministic else decode)
+        self.runner = Runner(loaded.model, spec, groups, partition.num_slots, backends, loaded.vocab_limit)
+        self.on_progress: Callable[[Event], None] | None = None
+        self.last_step: StepSpec | None = None
+        self._key_space = KeySpace(
+            weights_digest=loaded.digest,
+            dtype=spec.dtype,
+            weight_mode="plain",
+            formats=tuple(f"{g.key.k_format}/{g.key.v_format}" for g in groups),
+            block_tokens=block_tokens,
+            attention_variant="exact",
+        )
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def make_request(
+        self,
+        token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        cache_salt: str | None = None,
+        score: ScoreSheet | None = None,
+    ) -> Request:
+        """Check a request against the model and the memory and build it; touches no engine state.
+
+        Raises `RequestError` or `DoesNotFitError` before any work is done.
+        """
+        spec = self.loaded.spec
+        ids = [int(t) for t in token_ids]
+        if not ids:
+            raise RequestError("the prompt is empty; give at least one token")
+        if min(ids) < 0 or max(ids) >= spec.vocab_size:
+            bad = next(t for t in ids if not 0 <= t < spec.vocab_size)
+            raise RequestError(f"token id {bad} is outside the model's vocabulary of {spec.vocab_size}")
+        total = len(ids) if score is not None else check_request(self.partition, spec, len(ids), params.max_tokens)
+        if score is not None:
+            check_request(self.partition, spec, len(ids), None, scoring=True)
+        regime = spec.rope.regime(total)
+        root = root_key(self._key_space, regime=regime, salt=cache_salt)
+        tokenizer = self.loaded.tokenizer
+        return Request(
+            id=uuid.uuid4().hex[:16],
+            token_ids=ids,
+            params=params,
+            seed=params.seed if params.seed is not None else secrets.randbits(63),
+            max_total_tokens=total,
+            regime=regime,
+            chain=KeyChain(root, self.config.cache.block_tokens, ids),
+            eos_token_ids=self.loaded.eos_token_ids,
+            detokenizer=IncrementalDetokenizer(tokenizer) if tokenizer is not None else None,
+            cacheable=self.config.cache.prefix_cache,
+            score=score,
+        )
+
+    def submit(self, request: Request) -> None:
+        """Queue a request made by `make_request`; `QueueFullError` when the queue is full."""
+        self.scheduler.add(request)
+
+    def add(self, token_ids: Sequence[int], params: SamplingParams, *, cache_salt: str | None = None) -> Request:
+        """`make_request` and `submit` in one, for callers that step by hand."""
+        request = self.make_request(token_ids, params, cache_salt=cache_salt)
+        self.submit(request)
+        return request
+
+    def cancel(self, request_id: str) -> bool:
+        """Ask for a request to end; honoured between layers. False if no such request is alive."""
+        for request in self.scheduler.requests():
+            if request.id == request_id:
+                request.cancelled = True
+                return True
+        return False
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    # -- one step ------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[Event]:
+        """Schedule, run, commit; answers what happened."""
+        events = self.scheduler.drop_cancelled()
+        step = self.last_step = self.scheduler.schedule()
+        try:
+            results = self._run(step)
+        except StepAbandonedError:
+            return events
+        except EngineError as error:
+            return events + self.scheduler.fail(step, str(error))
+        return events + self.scheduler.commit(step, results)
+
+    def _run(self, step: StepSpec) -> list[RowResult]:
+        before_s = time.perf_counter()
+        try:
+            results = self.runner.run(step, lambda fraction: self._on_layer(step, fraction))
+        except StepAbandonedError:
+            raise
+        except Exception as error:
+            log.exception("a step failed")
+            raise EngineError(f"the step failed: {type(error).__name__}: {error}") from error
+        if step.rows:
+            self.rates.observe([(row.start, row.n) for row in step.rows], time.perf_counter() - before_s)
+        return results
+
+    def _on_layer(self, step: StepSpec, fraction: float) -> None:
+        """Between two layers: give up if most of the step is no longer wanted, and say how far it is."""
+        live = {r.id: r for r in self.scheduler.running}
+        unwanted = sum(row.n for row in step.rows if live[row.request_id].cancelled)
+        if 2 * unwanted > step.num_tokens:
+            raise StepAbandonedError
+        if self.on_progress is not None:
+            for row in step.rows:
+                if live[row.request_id].in_prefill:
+                    self.on_progress(self.scheduler.progress(live[row.request_id], int(row.n * fraction)))
+
+    # -- looking inside ------------------------------------------------------------------------------------------
+
+    def cache_stats(self) -> list[CacheStats]:
+        """Free, held and cached slots of every layer group."""
+        return self.cache.stats()
+
+    def check_integrity(self) -> None:
+        """Recompute every invariant of the cache from scratch; raises `AssertionError` naming what is wrong."""
+        running = self.scheduler.running
+        assert all(r.status is Status.RUNNING and r.table is not None for r in running)
+        self.cache.check_integrity([r.table for r in running if r.table is not None])

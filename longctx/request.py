@@ -1,0 +1,150 @@
+"""One request's life: its tokens, where it stands, and the text it has given so far."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+
+from longctx.detokenize import IncrementalDetokenizer
+from longctx.events import FinishEvent, ProgressEvent, Timings, TokenEvent, Usage
+from longctx.kv.table import BlockTable, KeyChain
+from longctx.params import SamplingParams
+from longctx.stop import StopMatcher
+
+
+class Status(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass
+class ScoreSheet:
+    """What a scoring request collects: the logprob of each next token and, if wanted, all logits [n, V]."""
+
+    want_logits: bool = False
+    logprobs: list[np.ndarray] = field(default_factory=list)
+    logits: list[np.ndarray] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt on its way to an answer. Owned by the scheduler; `cancelled` may be set from any thread.
+
+    `token_ids` grows from the prompt by the generated tokens. Tokens [0, num_computed) have keys and values in `table`;
+    while the request waits it has no table and `num_computed` is 0. `max_total_tokens` is prompt plus `max_tokens`.
+    """
+
+    id: str
+    token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    max_total_tokens: int
+    regime: int
+    chain: KeyChain
+    eos_token_ids: frozenset[int]
+    detokenizer: IncrementalDetokenizer | None = None
+    cacheable: bool = True
+    score: ScoreSheet | None = None
+    num_prompt_tokens: int = field(init=False)
+    status: Status = Status.WAITING
+    table: BlockTable | None = None
+    num_computed: int = 0
+    cached_tokens: int | None = None
+    computed_tokens: int = 0
+    preemptions: int = 0
+    cancelled: bool = False
+    text: str = ""
+    arrival_s: float = field(default_factory=time.perf_counter)
+    start_s: float | None = None
+    first_token_s: float | None = None
+    reported: int = 0
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.token_ids)
+        self._stop = StopMatcher(self.params.stop)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def max_kv_tokens(self) -> int:
+        """Positions that can ever need a slot: the last token is never fed back."""
+        return max(self.num_prompt_tokens, self.max_total_tokens - 1)
+
+    @property
+    def in_prefill(self) -> bool:
+        return self.num_tokens - self.num_computed > 1 or self.num_computed < self.num_prompt_tokens
+
+    def append(self, token_id: int, now_s: float) -> tuple[TokenEvent, str | None]:
+        """Take a sampled token; answers its event and the reason to finish, if there is one."""
+        self.token_ids.append(token_id)
+        if self.first_token_s is None:
+            self.first_token_s = now_s
+        reason = None
+        if token_id in self.eos_token_ids and not self.params.ignore_eos:
+            reason = "stop"
+        text = self.detokenizer.add(token_id) if self.detokenizer is not None else ""
+        text, hit = self._stop.add(text)
+        if hit:
+            reason = "stop"
+        if reason is None and self.num_tokens >= self.max_total_tokens:
+            reason = "length"
+        if reason is not None and not hit:
+            text += self._flush()
+        self.text += text
+        return TokenEvent(self.id, token_id, text, self.num_output_tokens - 1), reason
+
+    def _flush(self) -> str:
+        tail = self.detokenizer.finish() if self.detokenizer is not None else ""
+        released, hit = self._stop.add(tail)
+        return released if hit else released + self._stop.finish()
+
+    def progress(self, now_s: float, processed: int, eta_s: float | None, position: int | None = None) -> ProgressEvent:
+        """Progress at `processed` prompt tokens; the number reported never falls, even after a preemption."""
+        self.reported = max(self.reported, min(processed, self.num_prompt_tokens))
+        stage = "queued" if self.status is Status.WAITING else "prefill" if self.in_prefill else "decode"
+        return ProgressEvent(
+            self.id,
+            stage,
+            self.num_prompt_tokens,
+            self.cached_tokens or 0,
+            self.reported,
+            (now_s - self.arrival_s) * 1e3,
+            None if eta_s is None else eta_s * 1e3,
+            position,
+        )
+
+    def finish(self, reason: str, now_s: float, error: str | None = None) -> FinishEvent:
+        """Close the request and say how it went."""
+        self.status = Status.FINISHED
+        start_s = self.start_s if self.start_s is not None else now_s
+        first_s = self.first_token_s if self.first_token_s is not None else now_s
+        cached = self.cached_tokens or 0
+        prefill_s = first_s - start_s
+        decode_s = now_s - first_s
+        decoded = max(0, self.num_output_tokens - 1)
+        return FinishEvent(
+            self.id,
+            reason,
+            self.text,
+            tuple(self.token_ids[self.num_prompt_tokens :]),
+            Usage(self.num_prompt_tokens, self.num_output_tokens, cached, {"g1": cached}),
+            Timings(
+                queue_ms=(start_s - self.arrival_s) * 1e3,
+                ttft_ms=(first_s - self.arrival_s) * 1e3,
+                prefill_tokens_per_s=(self.num_prompt_tokens - cached) / prefill_s if prefill_s > 0 else 0.0,
+                decode_tokens_per_s=decoded / decode_s if decode_s > 0 else 0.0,
+                total_ms=(now_s - self.arrival_s) * 1e3,
+            ),
+            self.computed_tokens,
+            error,
+        )

@@ -1,0 +1,112 @@
+"""Runs one step: copies, one flat forward through the model, sampling. Knows no requests beyond the step's rows."""
+
+# Shape legend: T tokens of the flat batch, V vocabulary.
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from longctx.forward import Backends, ForwardPlan
+from longctx.kv.groups import LayerGroup
+from longctx.kv.storage import KVStorage
+from longctx.models.hook import attach
+from longctx.models.rotary import RegimeRotary
+from longctx.models.spec import ModelSpec
+from longctx.parallel.group import Group, SoloGroup
+from longctx.sampler import SamplingError, sample_rows
+from longctx.step import RowResult, StepRow, StepSpec
+
+
+class Runner:
+    """Owns the model and the pools' memory. `run` may be repeated: a step writes the same bytes every time.
+
+    `vocab_limit`: token ids from it on are padding of the weights and are never sampled.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        spec: ModelSpec,
+        groups: Sequence[LayerGroup],
+        num_slots: Sequence[int],
+        backends: Backends,
+        vocab_limit: int,
+        group: Group | None = None,
+    ):
+        attach(model)
+        self._model = model
+        self._rotaries = [module for module in model.modules() if isinstance(module, RegimeRotary)]
+        assert spec.rope.kind == "static" or self._rotaries, "a model with rope regimes needs RegimeRotary"
+        self._spec = spec
+        self._block_tokens = groups[0].layout.block_tokens
+        self._backends = backends
+        self._vocab_limit = vocab_limit
+        self._group = group or SoloGroup()
+        self.storage = KVStorage(groups, num_slots, model.device)
+
+    @torch.inference_mode()
+    def run(self, step: StepSpec, on_layer: Callable[[float], None] | None = None) -> list[RowResult]:
+        """Compute every row of `step`; one result per row, in order."""
+        for copy in step.copies:
+            self.storage.copy_rows(copy)
+        if not step.rows:
+            return []
+        plan = ForwardPlan(
+            step.rows, self._spec.layers, self.storage, self._block_tokens, self._backends, self._group, on_layer
+        )
+        kept, where = _logit_rows(step.rows)
+        logits = self._forward(step.rows, plan, kept)
+        scored = {i: _score(row, logits[where[i]]) for i, row in enumerate(step.rows) if row.targets is not None}
+        sampling = [i for i, row in enumerate(step.rows) if row.sample]
+        rows = [step.rows[i] for i in sampling]
+        tokens = sample_rows(logits[[where[i].start for i in sampling]], rows, self._vocab_limit) if rows else []
+        sampled = {i: _sampled(step.rows[i], token) for i, token in zip(sampling, tokens, strict=True)}
+        return [{**scored, **sampled}.get(i, RowResult(row.request_id)) for i, row in enumerate(step.rows)]
+
+    def _forward(self, rows: Sequence[StepRow], plan: ForwardPlan, kept: np.ndarray) -> torch.Tensor:
+        device = self._model.device
+        regimes = torch.as_tensor(np.repeat([row.regime for row in rows], [row.n for row in rows]))
+        for rotary in self._rotaries:
+            rotary.regimes = regimes.to(device)
+        output = self._model(
+            input_ids=torch.as_tensor(np.concatenate([row.token_ids for row in rows]), device=device)[None],
+            position_ids=torch.as_tensor(plan.positions_T, device=device)[None],
+            use_cache=False,
+            # An empty index tensor keeps no row; the integer 0 would mean all of them.
+            logits_to_keep=torch.as_tensor(kept, device=device),
+            longctx_plan=plan,
+        )
+        return output.logits[0]
+
+
+def _score(row: StepRow, logits_nV: torch.Tensor) -> RowResult:
+    assert row.targets is not None
+    targets = torch.as_tensor(row.targets, device=logits_nV.device)
+    logprobs = torch.log_softmax(logits_nV.float(), dim=-1).gather(-1, targets[:, None])[:, 0]
+    logits = logits_nV.float().cpu().numpy() if row.want_logits else None
+    return RowResult(row.request_id, None, logprobs.cpu().numpy(), logits)
+
+
+def _sampled(row: StepRow, token: int | SamplingError) -> RowResult:
+    if isinstance(token, SamplingError):
+        return RowResult(row.request_id, error=str(token))
+    return RowResult(row.request_id, token)
+
+
+def _logit_rows(rows: Sequence[StepRow]) -> tuple[np.ndarray, list[slice]]:
+    """Flat indices of the tokens whose logits are needed, and each row's slice among them."""
+    kept: list[int] = []
+    where = []
+    offset = 0
+    for row in rows:
+        first = len(kept)
+        if row.targets is not None:
+            kept.extend(range(offset, offset + row.n))
+        elif row.sample:
+            kept.append(offset + row.n - 1)
+        where.append(slice(first, len(kept)))
+        offset += row.n
+    return np.array(kept, dtype=np.int64), where
