@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import functools
 import json
 import re
 
@@ -87,6 +88,7 @@ def _is_byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:
     return {part["type"] for part in parts} - {"Fuse"} == {"ByteLevel"}
 
 
+@functools.cache
 def _byte_alphabet() -> dict[str, int]:
     """The printable characters that byte-level BPE writes for the 256 bytes (Radford et al. 2019), back to bytes."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
