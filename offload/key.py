@@ -23,7 +23,7 @@ class KeySpace:
 
     `weights_digest` identifies the weights by content, never by a served name; `config_digest` (see `digest_of`) what
     the forward pass takes from the configuration: rope theta and scaling, windows, soft-caps, attention scales.
-    `formats` are the K and V formats of every layer group in order. `layout_version` is the block layout's.
+    `formats` are the K and V formats of every layer group in order.
     """
 
     weights_digest: str
@@ -33,7 +33,6 @@ class KeySpace:
     formats: tuple[str, ...]
     block_tokens: int
     attention_variant: str
-    layout_version: int
 
 
 def root_key(space: KeySpace, *, regime: int, salt: str | None, extras: tuple[bytes | None, ...] = ()) -> BlockKey:
@@ -53,10 +52,13 @@ def chain_key(parent: BlockKey, token_ids: np.ndarray | Sequence[int]) -> BlockK
     return hashlib.blake2b(parent + tokens, digest_size=KEY_BYTES, person=b"longctx-chain").digest()
 
 
-def storage_name(key: BlockKey, group: int, shard: int, num_shards: int) -> str:
-    """The name under which a tier stores shard `shard` of `num_shards` of one group's block. Safe as a file name."""
-    assert 0 <= shard < num_shards and group >= 0
-    return f"{key.hex()}-g{group}-{shard}of{num_shards}"
+def storage_name(key: BlockKey, group: int, shard: int, num_shards: int, layout_version: int) -> str:
+    """The name under which every tier stores one group's block: the content's key, then how the bytes are laid out.
+
+    `shard` of `num_shards` is a rank's share of the heads; `layout_version` the block layout's. Safe as a file name.
+    """
+    assert len(key) == KEY_BYTES and 0 <= shard < num_shards and group >= 0
+    return f"{key.hex()}-g{group}-s{shard}of{num_shards}-v{layout_version}"
 
 
 def digest_of(values: Mapping[str, object]) -> str:
