@@ -93,7 +93,7 @@ def test_an_incomplete_character_before_text(name, tail):
 @pytest.mark.parametrize("name", BYTE_TOKENIZERS)
 @pytest.mark.parametrize("with_eos", [True, False], ids=["eos", "max_tokens"])
 def test_an_incomplete_character_at_the_end(name, with_eos):
-    """B96 (Blaizzy/mlx-vlm#1778): at EOS or max_tokens complete characters are lossless, invalid bytes replaced once."""
+    """B96 (Blaizzy/mlx-vlm#1778): at EOS or max_tokens whole characters are kept, invalid bytes replaced once."""
     tokenizer = TOKENIZERS[name]
     ids = byte_ids(tokenizer, "你好".encode()[:-1])
     if with_eos:
