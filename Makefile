@@ -7,12 +7,12 @@ PYTEST := $(BIN)/python -m pytest
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-fast lint format clean
+.PHONY: help setup models demo test test-fast lint format clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-setup: $(INSTALLED)  ## install into .venv
+setup: $(INSTALLED) models  ## install into .venv, fetch and convert the built-in models
 
 # A changed dependency installs again; anything else is already there, since the install is editable.
 $(INSTALLED): pyproject.toml constraints.txt
@@ -22,18 +22,25 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install -qq --constraint constraints.txt --editable '.[test]'
 	@touch $@
 
+# Not a stamp: the models' cache lies outside the checkout. What is there already takes a moment.
+models: $(INSTALLED)  ## fetch and convert the built-in models
+	@$(BIN)/longctx pull gemma3-270m smollm2-135m
+
+demo: setup  ## read an 8K-token document on a real model and answer two questions about it
+	@HF_HUB_OFFLINE=1 $(BIN)/python tools/demo.py
+
 test: setup lint  ## lint, then every test that needs no GPU, real models included
 	HF_HUB_OFFLINE=1 $(PYTEST) -m "not gpu" $(PYTEST_ARGS)
 
-test-fast: setup  ## the tests that need neither a GPU nor a real model nor ten seconds
+test-fast: $(INSTALLED)  ## the tests that need neither a GPU nor a real model nor ten seconds
 	HF_HUB_OFFLINE=1 $(PYTEST) -m "not slow and not gpu" $(PYTEST_ARGS)
 
-lint: setup  ## ruff, the formatter's check, and the type checker
+lint: $(INSTALLED)  ## ruff, the formatter's check, and the type checker
 	$(BIN)/ruff check --quiet .
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/python tools/typecheck.py
 
-format: setup  ## let ruff fix what it can
+format: $(INSTALLED)  ## let ruff fix what it can
 	$(BIN)/ruff check --quiet --fix .
 	$(BIN)/ruff format --quiet .
 
