@@ -8,7 +8,7 @@ from fractions import Fraction
 
 from longctx.errors import LongctxError
 
-# One letter alone is binary, as in most tools that take memory sizes; "GB" is decimal, "GiB" binary, as printed on labels.
+# "GB" is decimal and "GiB" binary, as the standard has it; one letter alone is binary, as most tools read it.
 _BYTE_UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgtp", start=1):
     _BYTE_UNITS |= {_letter: 1024**_power, f"{_letter}ib": 1024**_power, f"{_letter}b": 1000**_power}

@@ -63,7 +63,8 @@ class PoolShape:
         three borders of its prompt, which is two blocks more than one tail.
         """
         return tuple(
-            NULL_BLOCKS + (history_blocks if group.window is None else self._window_blocks(group.window, history_blocks))
+            NULL_BLOCKS
+            + (history_blocks if group.window is None else self._window_blocks(group.window, history_blocks))
             for group in self.groups
         )
 
@@ -88,9 +89,13 @@ class PoolShape:
         """The minimum pool, window + chunk + null + staging, with every running request's windows."""
         return self.pool_bytes(self.min_history_blocks)
 
-    def bytes_for(self, tokens: int, requests: int) -> int:
-        """Bytes of the smallest pool that holds `requests` requests of `tokens` tokens each at the same time."""
-        return self.pool_bytes(max(requests * ceil_div(tokens, self.block_tokens), self.min_history_blocks))
+    def blocks_of(self, positions: int) -> int:
+        """Blocks a request of `positions` positions (prompt + generated) fills; its last token is never stored."""
+        return ceil_div(max(1, positions - 1), self.block_tokens)
+
+    def bytes_for(self, positions: int, requests: int) -> int:
+        """Bytes of the smallest pool that holds `requests` requests of `positions` positions each at the same time."""
+        return self.pool_bytes(max(requests * self.blocks_of(positions), self.min_history_blocks))
 
 
 @dataclass(frozen=True)
@@ -103,6 +108,22 @@ class Partition:
 
     shape: PoolShape
     history_blocks: int
+
+    @classmethod
+    def within(cls, shape: PoolShape, kv_memory: int) -> Partition:
+        """The largest pool of this shape in `kv_memory` bytes.
+
+        Without full layers the history is virtual (only its tails are stored), so it ends at R requests of full length.
+        """
+        assert kv_memory >= shape.min_kv_bytes
+        low = shape.min_history_blocks
+        high = kv_memory // min(group.layout.block_bytes for group in shape.groups)
+        if not shape.has_full:
+            high = max(low, shape.max_running * ceil_div(shape.max_model_len, shape.block_tokens))
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if shape.pool_bytes(middle) <= kv_memory else (low, middle - 1)
+        return cls(shape, low)
 
     @property
     def num_slots(self) -> tuple[int, ...]:
@@ -121,15 +142,15 @@ class Partition:
     def max_running(self) -> int:
         return self.shape.max_running
 
-    def holds(self, tokens: int, requests: int = 1) -> bool:
-        """Whether `requests` requests with keys and values of `tokens` tokens each fit at the same time.
+    def holds(self, positions: int, requests: int = 1) -> bool:
+        """Whether `requests` requests of `positions` positions (prompt + generated) each fit at the same time.
 
         Admission and `plan` both ask this and nothing else. Window groups hold every running request's need by
         construction, so only the full groups and the number of requests decide.
         """
-        if requests > self.max_running or tokens > self.shape.max_model_len:
+        if requests > self.max_running or positions > self.shape.max_model_len:
             return False
-        return not self.shape.has_full or requests * ceil_div(tokens, self.shape.block_tokens) <= self.history_blocks
+        return not self.shape.has_full or requests * self.shape.blocks_of(positions) <= self.history_blocks
 
     @property
     def longest_request(self) -> int:
@@ -153,22 +174,7 @@ def partition(
     shape = PoolShape(tuple(groups), max_running, max_chunk_tokens, max_model_len, tail_every)
     if kv_memory < shape.min_kv_bytes:
         raise LongctxError(_below_minimum(shape, kv_memory))
-    return Partition(shape, largest_history(shape, kv_memory))
-
-
-def largest_history(shape: PoolShape, kv_memory: int) -> int:
-    """Most history blocks whose pool fits in `kv_memory`; without full layers, at most R requests of full length."""
-    low, block_bytes = shape.min_history_blocks, min(g.layout.block_bytes for g in shape.groups)
-    high = kv_memory // block_bytes
-    if not shape.has_full:
-        high = min(high, shape.max_running * ceil_div(shape.max_model_len, shape.block_tokens))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if shape.pool_bytes(middle) <= kv_memory:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    return Partition.within(shape, kv_memory)
 
 
 def _below_minimum(shape: PoolShape, kv_memory: int) -> str:
@@ -191,7 +197,7 @@ def admit(part: Partition, num_prompt_tokens: int, max_tokens: int | None, limit
     never fed back. With `max_tokens` None the request may end at `part.longest_request`, so only room for the prompt
     and one token is asked. `limit_hint` is appended to errors about the model's length, such as how to extend it.
     """
-    limit, block = part.shape.max_model_len, part.shape.block_tokens
+    limit = part.shape.max_model_len
     if num_prompt_tokens < 1:
         return RequestError("the prompt is empty: give at least 1 token")
     if num_prompt_tokens + 1 > limit:
@@ -205,7 +211,7 @@ def admit(part: Partition, num_prompt_tokens: int, max_tokens: int | None, limit
             f"prompt of {num_prompt_tokens:,} + max_tokens {max_tokens:,} = {total:,} tokens, the model has {limit:,} "
             f"positions: set max_tokens to at most {limit - num_prompt_tokens:,}{limit_hint}"
         )
-    if part.holds(total - 1):
+    if part.holds(total):
         return None
     longest = part.longest_request
     if num_prompt_tokens < longest:
@@ -213,7 +219,7 @@ def admit(part: Partition, num_prompt_tokens: int, max_tokens: int | None, limit
     else:
         change = f"shorten the prompt by {num_prompt_tokens + 1 - longest:,} tokens, which leaves 1 for the answer"
     return DoesNotFitError(
-        f"the request needs {ceil_div(total - 1, block):,} blocks of KV memory for {total:,} tokens, the pool has "
+        f"the request needs {part.shape.blocks_of(total):,} blocks of KV memory for {total:,} tokens, the pool has "
         f"{part.history_blocks:,} for {longest:,}: {change}, or set --kv-memory to at least "
-        f"{part.shape.bytes_for(total - 1, 1)} bytes ({format_bytes(part.shape.bytes_for(total - 1, 1))})"
+        f"{part.shape.bytes_for(total, 1)} bytes ({format_bytes(part.shape.bytes_for(total, 1))})"
     )

@@ -1,0 +1,125 @@
+"""A small non-negative cost model fitted online: from a first guess to what this machine does, without jumps."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+FORGET = 0.98
+"""Weight of the past after one more observation: about the last fifty count."""
+
+PRIOR_WEIGHT = 0.05
+"""Weight of the first guess beside one observation of weight 1: it decides only what was never observed."""
+
+MAX_JUMP = 1.5
+"""An observation further off than this factor is clipped once the fit is warm: a page fault is not the machine."""
+
+WARM = 4
+MIN_SPREAD, FIRST_SPREAD = 0.05, 0.4
+
+
+@dataclass
+class OnlineFit:
+    """seconds = coefficients . features, all non-negative, fitted to relative errors with exponential forgetting.
+
+    `guess` are the coefficients before any observation, all positive. While few directions were observed the guess is
+    scaled as a whole, so that one measured step already corrects all coefficients.
+    """
+
+    guess: tuple[float, ...]
+    count: int = 0
+    log_ratio: float = 0.0
+    spread: float = FIRST_SPREAD
+    gram: np.ndarray = field(default=None)  # type: ignore[assignment]
+    moment: np.ndarray = field(default=None)  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        assert all(x > 0 and math.isfinite(x) for x in self.guess)
+        size = len(self.guess)
+        self.gram = np.zeros((size, size)) if self.gram is None else self.gram
+        self.moment = np.zeros(size) if self.moment is None else self.moment
+        self._coefficients: np.ndarray | None = None
+
+    @property
+    def coefficients(self) -> np.ndarray:
+        """[F] fp64, in seconds per unit of each feature."""
+        if self._coefficients is None:
+            scale = math.exp(self.log_ratio)
+            prior = PRIOR_WEIGHT * np.eye(len(self.guess)) / scale**2
+            relative = _non_negative(self.gram + prior, self.moment + np.diag(prior) * scale)
+            self._coefficients = relative * np.asarray(self.guess)
+        return self._coefficients
+
+    def predict(self, features: Sequence[float]) -> float:
+        return float(np.dot(self.coefficients, features))
+
+    def observe(self, features: Sequence[float], seconds: float) -> None:
+        """Add one measurement; ignored when it is not positive."""
+        predicted = self.predict(features)
+        if not (math.isfinite(seconds) and seconds > 0 and predicted > 0):
+            return
+        ratio = seconds / predicted
+        if self.count >= WARM:
+            self.spread += 0.1 * (min(abs(ratio - 1), 1.0) - self.spread)
+            seconds = predicted * min(max(ratio, 1 / MAX_JUMP), MAX_JUMP)
+        row = np.asarray(features) * np.asarray(self.guess) / seconds
+        first = seconds / float(np.dot(self.guess, features))
+        step = max(1 / (self.count + 1), 1 - FORGET)
+        self.log_ratio += step * (math.log(first) - self.log_ratio)
+        self.gram = FORGET * self.gram + np.outer(row, row)
+        self.moment = FORGET * self.moment + row
+        self.count += 1
+        if self.count == WARM:
+            self.spread = 2 * MIN_SPREAD
+        self._coefficients = None
+
+    @property
+    def relative_error(self) -> float:
+        """Typical relative error of a prediction, never below 5 %."""
+        return max(self.spread, MIN_SPREAD)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "guess": list(self.guess),
+            "count": self.count,
+            "log_ratio": self.log_ratio,
+            "spread": self.spread,
+            "gram": self.gram.tolist(),
+            "moment": self.moment.tolist(),
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> OnlineFit:
+        """Raises `ValueError` or `KeyError` for anything that `to_json` could not have written."""
+        size = len(data["guess"])
+        fit = cls(
+            tuple(map(float, data["guess"])),
+            int(data["count"]),
+            float(data["log_ratio"]),
+            float(data["spread"]),
+            np.array(data["gram"], dtype=float).reshape(size, size),
+            np.array(data["moment"], dtype=float).reshape(size),
+        )
+        numbers = [*fit.guess, fit.log_ratio, fit.spread, *fit.gram.ravel(), *fit.moment]
+        if not np.isfinite(numbers).all() or min(fit.guess) <= 0:
+            raise ValueError("not finite")
+        return fit
+
+
+def _non_negative(gram: np.ndarray, moment: np.ndarray) -> np.ndarray:
+    """Minimize x'Gx - 2m'x over x >= 0 for a small positive definite G, exactly: try every set of free variables."""
+    best, best_value = np.zeros(len(moment)), 0.0
+    for size in range(1, len(moment) + 1):
+        for free in itertools.combinations(range(len(moment)), size):
+            index = list(free)
+            part = np.linalg.solve(gram[np.ix_(index, index)], moment[index])
+            value = -float(moment[index] @ part)
+            if (part >= 0).all() and value < best_value:
+                best, best_value = np.zeros(len(moment)), value
+                best[index] = part
+    return best
