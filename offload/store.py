@@ -90,8 +90,8 @@ class BlockStore(Protocol):
     - A `get` brings exactly the bytes that were put, or its ticket ends FAILED: absent (a miss), or damaged (an error,
       and the block is dropped). Neither raises.
     - `bytes` never exceeds `cap_bytes`, for the whole node. To make room, blocks without stored children go first, of
-      those the ones whose `value_s` per byte is least: what remains of a chain is its front. A block whose parent is not
-      stored is taken like any other, for of window groups only the tails are kept.
+      those the ones whose `value_s` per byte is least: what remains of a chain is its front. A block whose parent is
+      not stored is taken like any other, for of window groups only the tails are kept.
     - The payload of a `put` is the store's to read until its ticket ends, and not one moment longer.
     """
 
