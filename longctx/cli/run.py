@@ -1,0 +1,223 @@
+"""`longctx run`: one document, one or more questions on it, with a plan before and progress during."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from longctx.cli.progress import JobProgress, LoadProgress, Meter, say, stderr_console
+from longctx.cli.prompt import checked_text, read_prompt
+from longctx.cli.report import Answer, json_report, plan_line, usage_line
+from longctx.errors import EngineError, LongctxError, RequestError
+from longctx.events import ProgressEvent, TokenEvent
+from longctx.params import SamplingParams
+from longctx.units import parse_bytes, parse_tokens
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from longctx.llm import LLM
+
+DEFAULT_MAX_TOKENS = 256
+EXIT_INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one invocation asks for. `chat` None means by the model: its template, if it has one."""
+
+    model: str
+    document: str
+    questions: tuple[str, ...]
+    params: SamplingParams
+    options: dict[str, Any]
+    chat: bool | None
+    as_json: bool
+
+
+def run(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="built-in name, folder, .gguf file or hub id")],
+    prompt: Annotated[str | None, typer.Option(help="the prompt itself")] = None,
+    prompt_file: Annotated[str | None, typer.Option(metavar="FILE", help="read it from a file; - is stdin")] = None,
+    ask: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="a question put after the prompt; again for the next on the same prompt"),
+    ] = None,
+    chat: Annotated[
+        bool | None, typer.Option("--chat/--raw", help="use the chat template or not; by default if there is one")
+    ] = None,
+    max_tokens: Annotated[
+        str | None, typer.Option(metavar="N", help=f"tokens to generate at most [default: {DEFAULT_MAX_TOKENS}]")
+    ] = None,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="sample among the k likeliest; 0 is off")] = 0,
+    top_p: Annotated[float, typer.Option(help="sample within this share of probability; 1 is off")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="same seed, same answer; drawn and reported if absent")] = None,
+    stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="end before this text; repeatable")] = None,
+    chunk_tokens: Annotated[str | None, typer.Option(metavar="N", help="prompt tokens per step; fixes it")] = None,
+    max_model_len: Annotated[str | None, typer.Option(metavar="N", help="the longest request, such as 128K")] = None,
+    rope_scaling: Annotated[str | None, typer.Option(metavar="yarn|linear", help="beyond a model's positions")] = None,
+    kv_format: Annotated[str, typer.Option(help="how the cache is stored")] = "auto",
+    kv_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="the cache's pool, such as 2GiB")] = None,
+    device_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="weights, workspace and pool")] = None,
+    memory_fraction: Annotated[float | None, typer.Option(help="the pool's share of what the rest leaves")] = None,
+    dtype: Annotated[str, typer.Option(help="arithmetic and weights")] = "auto",
+    load_format: Annotated[str, typer.Option(help="auto, or dummy for random weights")] = "auto",
+    unverified_model: Annotated[bool, typer.Option(help="try a model type that was never verified")] = False,
+    deterministic: Annotated[bool, typer.Option(help="bit-equal logits whatever is cached or beside it")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object on stdout")] = False,
+) -> None:
+    """Read a prompt of any length and answer: the text goes to stdout, all else to stderr.
+
+    With --ask the prompt is a document that is read once: each question is put after it and only its own tokens are
+    computed. Without a chat template it follows exactly as given, with nothing between. Ctrl-C ends the answer.
+    """
+    document = read_prompt(prompt, prompt_file)
+    params = SamplingParams(
+        max_tokens=None if max_tokens is None else parse_tokens(max_tokens, "--max-tokens"),
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        stop=tuple(checked_text(text, "--stop") for text in stop or ()),
+    )
+    options = {
+        "chunk_tokens": None if chunk_tokens is None else parse_tokens(chunk_tokens, "--chunk-tokens"),
+        "max_model_len": None if max_model_len is None else parse_tokens(max_model_len, "--max-model-len"),
+        "rope_scaling": rope_scaling,
+        "kv_format": kv_format,
+        "kv_memory": None if kv_memory is None else parse_bytes(kv_memory, "--kv-memory"),
+        "device_memory": None if device_memory is None else parse_bytes(device_memory, "--device-memory"),
+        "memory_fraction": memory_fraction,
+        "dtype": dtype,
+        "load_format": load_format,
+        "unverified_model": unverified_model,
+        "deterministic": deterministic,
+        # One question at a time: the pool need not hold the windows of more.
+        "max_running": 1,
+    }
+    job = Job(model, document, _questions(ask or ()), params, options, chat, as_json)
+    raise typer.Exit(run_job(job, stderr_console()))
+
+
+def run_job(job: Job, console: Console) -> int:
+    """Load the model, answer every question, report; the exit code."""
+    say(console, f"loading {job.model}")
+    from longctx.llm import LLM
+
+    with Meter(console) as meter:
+        llm = LLM(job.model, progress=LoadProgress(meter), **job.options)
+    with llm:
+        prompts = [encode(llm, job, question) for question in job.questions or (None,)]
+        all_params = [fill_max_tokens(llm, job.params, len(ids)) for ids in prompts]
+        for ids, params in zip(prompts, all_params, strict=True):
+            # A last question that is too long must not surface after an hour of reading for the first.
+            llm.engine.make_request(ids, params)
+        longest = max(range(len(prompts)), key=lambda i: len(prompts[i]))
+        say(console, plan_line(llm, len(prompts[longest]), all_params[longest].max_tokens or 1))
+        answers = []
+        for question, ids, params in zip(job.questions or (None,), prompts, all_params, strict=True):
+            if question is not None:
+                say(console, f"question {len(answers) + 1} of {len(job.questions)}: {question.strip()}")
+            answers.append(answer(llm, question, ids, params, console, quiet=job.as_json))
+            say(console, usage_line(answers[-1].end))
+            if answers[-1].end.reason == "cancelled":
+                break
+        if job.as_json:
+            print(json.dumps(json_report(llm, answers)))
+    return EXIT_INTERRUPTED if answers[-1].end.reason == "cancelled" else 0
+
+
+def encode(llm: LLM, job: Job, question: str | None) -> list[int]:
+    """Token ids of the document with one question, through the chat template if the job or the model wants it."""
+    has_template = llm.engine.loaded.chat_template is not None
+    if job.chat and not has_template:
+        raise RequestError(f"{job.model} has no chat template: leave out --chat")
+    if has_template if job.chat is None else job.chat:
+        content = job.document if question is None else f"{job.document}\n\n{question}"
+        return llm.encode([{"role": "user", "content": content}])
+    return llm.encode(job.document + (question or ""))
+
+
+def fill_max_tokens(llm: LLM, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
+    """The default length of an answer, cut to what model and memory leave: only a length that was given is refused."""
+    if params.max_tokens is not None:
+        return params
+    room = llm.engine.partition.longest_request - num_prompt_tokens
+    return replace(params, max_tokens=max(1, min(DEFAULT_MAX_TOKENS, room)))
+
+
+def answer(
+    llm: LLM, question: str | None, ids: Sequence[int], params: SamplingParams, console: Console, *, quiet: bool
+) -> Answer:
+    """Run one request to its end, showing progress, and its text as it comes unless `quiet`.
+
+    Where the text itself is seen growing it is its own progress. Ctrl-C cancels; the answer then ends early.
+    """
+    subscription = llm.start(ids, params)
+    request = subscription.request
+    text_is_seen = not quiet and sys.stdout.isatty()
+    first_s, tokens, end = 0.0, 0, None
+
+    def cancel() -> None:
+        request.cancelled = True
+
+    with cancelling_on_interrupt(cancel), Meter(console) as meter:
+        progress = JobProgress(meter)
+        for event in subscription:
+            if isinstance(event, ProgressEvent):
+                progress.prefill(event)
+            elif isinstance(event, TokenEvent):
+                now_s = time.perf_counter()
+                first_s, tokens = first_s or now_s, tokens + 1
+                if text_is_seen:
+                    meter.close()
+                else:
+                    progress.decode(tokens, params.max_tokens or 0, now_s - first_s)
+                if not quiet:
+                    print(event.text, end="", flush=True)
+            else:
+                end = event
+    assert end is not None
+    if end.reason == "error":
+        raise EngineError(end.error)
+    if not quiet:
+        print(flush=True)
+    return Answer(question, request.seed, end)
+
+
+@contextmanager
+def cancelling_on_interrupt(cancel: Callable[[], None]) -> Iterator[None]:
+    """The first Ctrl-C inside calls `cancel`; a second one interrupts as usual.
+
+    A flag rather than an exception: raised between two events it could lose one, the last included.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def on_signal(_number: int, _frame: object) -> None:
+        signal.signal(signal.SIGINT, before)
+        cancel()
+
+    before = signal.signal(signal.SIGINT, on_signal)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _questions(texts: Sequence[str]) -> tuple[str, ...]:
+    for number, text in enumerate(texts, start=1):
+        if not checked_text(text, f"--ask number {number}"):
+            raise LongctxError(f"--ask number {number} is empty: give at least one character")
+    return tuple(texts)
