@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from longctx.build import build_engine
+from longctx.build import Progress, build_engine
 from longctx.config import EngineConfig
 from longctx.errors import EngineError, RequestError
 from longctx.events import Event, FinishEvent, Timings, Usage
@@ -51,11 +51,12 @@ class LLM:
     """A loaded model with its engine, driven by a thread of its own.
 
     Options are those of `EngineConfig`'s parts by name, for example `kv_memory="2GiB"`, `max_model_len="64K"`,
-    `chunk_tokens=1024`. Use as a context manager, or call `close`.
+    `chunk_tokens=1024`. `progress(stage, done, total)` hears of a download or conversion on first use, in bytes. Use
+    as a context manager, or call `close`.
     """
 
-    def __init__(self, model: str, **options: Any):
-        self.engine = build_engine(EngineConfig.from_options(model, **options))
+    def __init__(self, model: str, *, progress: Progress | None = None, **options: Any):
+        self.engine = build_engine(EngineConfig.from_options(model, **options), progress)
         self._loop = EngineLoop(self.engine)
         self._finalizer = weakref.finalize(self, self._loop.stop)
 
