@@ -23,6 +23,8 @@ NOT_PACKAGES = {"tests", "docs", "tools", "notebooks", "build", "dist"}
 MAX_BLOB_BYTES = 500_000
 MACHINE_PATH = re.compile(r"(?<![\w.~$}])/(?:work|root|home|Users)/\w")
 
+MARKDOWN_LINK = re.compile(r"\]\(([^)\s]+)\)")
+
 
 def folders_with_init() -> set[str]:
     """Import names of every package folder of the checkout."""
@@ -106,6 +108,21 @@ def test_constraints_pin_every_direct_dependency() -> None:
     pinned = {line.split("==")[0].lower() for line in lines if "==" in line and not line.startswith("#")}
     assert names - pinned == set()
     assert "torch==2.13.0" in lines
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    broken = []
+    for path in (file for file in tracked_files() if file.suffix == ".md"):
+        for target in MARKDOWN_LINK.findall(path.read_text()):
+            if "://" not in target and not (path.parent / target.split("#")[0]).exists():
+                broken.append(f"{path.relative_to(ROOT)}: {target}")
+    assert not broken, "\n".join(broken)
+
+
+def test_every_decision_is_listed() -> None:
+    folder = ROOT / "docs" / "decisions"
+    listed = set(MARKDOWN_LINK.findall((folder / "README.md").read_text()))
+    assert listed == {path.name for path in folder.glob("[0-9]*.md")}
 
 
 def test_no_large_blob_is_tracked() -> None:
