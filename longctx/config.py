@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from longctx.errors import LongctxError
+from longctx.units import parse_bytes, parse_tokens
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,13 @@ class EngineConfig:
     def from_options(cls, model: str, **options: Any) -> EngineConfig:
         """Build a config from flat option names, as Python callers and the command line use them.
 
+        Sizes may be text such as "8GiB", lengths text such as "128K".
+
         Raises `LongctxError` for a name that no part knows, naming those that exist.
         """
+        for name, parse in (("kv_memory", parse_bytes), ("device_memory", parse_bytes), ("max_model_len", parse_tokens)):
+            if isinstance(options.get(name), str):
+                options[name] = parse(options[name], name)
         parts: dict[str, Any] = {"load": LoadConfig(model), "cache": CacheConfig(), "scheduler": SchedulerConfig()}
         for name, value in options.items():
             for part_name, part in parts.items():

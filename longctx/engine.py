@@ -8,18 +8,22 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 
+from transformers import PreTrainedConfig
+
 from longctx.attention.registry import pick_backends
 from longctx.config import EngineConfig
 from longctx.detokenize import IncrementalDetokenizer
 from longctx.errors import EngineError, RequestError
 from longctx.events import Event
 from longctx.forward import Backends
-from longctx.kv.budget import Partition, check_request
+from longctx.kv.budget import Demand, Plan, plan
 from longctx.kv.cache import CacheStats, KVCache
 from longctx.kv.groups import LayerGroup
+from longctx.kv.memory import Fixed
+from longctx.kv.partition import Partition, admit
 from longctx.kv.table import KeyChain
 from longctx.models.load import LoadedModel
-from longctx.offload.key import KeySpace, root_key
+from longctx.offload.key import KeySpace, digest_of, root_key
 from longctx.params import SamplingParams
 from longctx.rates import Rates
 from longctx.request import Request, ScoreSheet, Status
@@ -47,6 +51,7 @@ class Engine:
         loaded: LoadedModel,
         groups: Sequence[LayerGroup],
         partition: Partition,
+        fixed: Fixed,
         rates: Rates,
     ):
         spec, block_tokens = loaded.spec, config.cache.block_tokens
@@ -54,6 +59,7 @@ class Engine:
         self.loaded = loaded
         self.groups = groups
         self.partition = partition
+        self.fixed = fixed
         self.rates = rates
         self.cache = KVCache(
             groups,
@@ -70,6 +76,7 @@ class Engine:
         self.last_step: StepSpec | None = None
         self._key_space = KeySpace(
             weights_digest=loaded.digest,
+            config_digest=_config_digest(loaded.model.config),
             dtype=spec.dtype,
             weight_mode="plain",
             formats=tuple(f"{g.key.k_format}/{g.key.v_format}" for g in groups),
@@ -98,10 +105,13 @@ class Engine:
         if min(ids) < 0 or max(ids) >= spec.vocab_size:
             bad = next(t for t in ids if not 0 <= t < spec.vocab_size)
             raise RequestError(f"token id {bad} is outside the model's vocabulary of {spec.vocab_size}")
-        total = len(ids) if score is not None else check_request(self.partition, spec, len(ids), params.max_tokens)
-        if score is not None:
-            check_request(self.partition, spec, len(ids), None, scoring=True)
-        regime = spec.rope.regime(total)
+        # A scoring request generates nothing: its own last token takes the place of the one generated token.
+        num_prompt, max_tokens = (max(1, len(ids) - 1), 1) if score is not None else (len(ids), params.max_tokens)
+        refusal = admit(self.partition, num_prompt, max_tokens)
+        if refusal is not None:
+            raise refusal
+        total = self.partition.longest_request if max_tokens is None else num_prompt + max_tokens
+        regime = spec.rope.regime(spec.max_positions if max_tokens is None else total)
         root = root_key(self._key_space, regime=regime, salt=cache_salt)
         tokenizer = self.loaded.tokenizer
         return Request(
@@ -135,6 +145,19 @@ class Engine:
                 request.cancelled = True
                 return True
         return False
+
+    def plan(self, tokens: int, *, concurrency: int = 1) -> Plan:
+        """What `concurrency` requests of `tokens` tokens need of this engine's pool, and how long their prefill takes."""
+        return plan(
+            Demand(tokens, concurrency),
+            self.groups,
+            self.partition.pool_bytes,
+            fixed=self.fixed,
+            chunk_tokens=self.config.scheduler.chunk_tokens,
+            max_positions=self.loaded.spec.max_positions,
+            engine_pool=self.partition,
+            rates=self.rates,
+        )
 
     @property
     def has_work(self) -> bool:
@@ -189,3 +212,12 @@ class Engine:
         running = self.scheduler.running
         assert all(r.status is Status.RUNNING and r.table is not None for r in running)
         self.cache.check_integrity([r.table for r in running if r.table is not None])
+
+
+_NOT_MATH = ("architectures", "dtype", "name_or_path", "torch_dtype", "transformers_version")
+"""Config entries that no logit depends on, or that the key names by itself."""
+
+
+def _config_digest(config: PreTrainedConfig) -> str:
+    values = {k: v for k, v in config.to_dict().items() if not k.startswith("_") and k not in _NOT_MATH}
+    return digest_of(values)

@@ -68,7 +68,8 @@ class Scheduler:
         """The next step: one token for every decoding request, then prompt tokens under the time cap."""
         copies = self._admit()
         decodes = self._place([_Planned(r, 1) for r in self.running if not r.in_prefill])
-        prefills = self._place(self._share([r for r in self.running if r.in_prefill], len(decodes)))
+        contexts = [p.request.num_computed for p in decodes]
+        prefills = self._place(self._share([r for r in self.running if r.in_prefill], contexts))
         rows = [self._row(p) for p in (*decodes, *prefills) if p.request.status is Status.RUNNING]
         return StepSpec(tuple(rows), tuple(copies))
 
@@ -114,7 +115,7 @@ class Scheduler:
 
     def _start(self, request: Request, match: Match) -> list[CopyRows]:
         request.table, copies = self._cache.admit(
-            request.id, request.chain, match, request.num_prompt_tokens, cacheable=request.cacheable
+            request.id, request.chain, match, request.num_tokens, cacheable=request.cacheable
         )
         request.num_computed = match.tokens
         request.status = Status.RUNNING
@@ -124,11 +125,11 @@ class Scheduler:
         bisect.insort(self.running, request, key=lambda r: r.arrival_s)
         return copies
 
-    def _share(self, prefills: Sequence[Request], num_decodes: int) -> list[_Planned]:
+    def _share(self, prefills: Sequence[Request], decodes: Sequence[int]) -> list[_Planned]:
         """Split the step's prompt tokens: shortest remainder first, a reserve for the oldest."""
         if not prefills:
             return []
-        left = self._chunk_budget(prefills, num_decodes)
+        left = self._chunk_budget(prefills, decodes)
         oldest = prefills[0]
         reserve = -(-left // PREFILL_RESERVE)
         planned = []
@@ -142,14 +143,14 @@ class Scheduler:
                 left -= n
         return planned
 
-    def _chunk_budget(self, prefills: Sequence[Request], num_decodes: int) -> int:
+    def _chunk_budget(self, prefills: Sequence[Request], decodes: Sequence[int]) -> int:
         if self._config.chunk_tokens is not None:
             return self._config.chunk_tokens
         cap_s = self._config.step_seconds
-        if num_decodes:
+        if decodes:
             cap_s = min(cap_s, self._config.itl_target_s)
         start = max(r.num_computed for r in prefills)
-        return self._rates.largest_chunk(start, cap_s, decodes=num_decodes, maximum=self._config.max_chunk_tokens)
+        return self._rates.largest_chunk(start, cap_s, decodes=decodes, maximum=self._config.max_chunk_tokens)
 
     def _place(self, planned: Sequence[_Planned]) -> list[_Planned]:
         """Give slots to what was planned, oldest request first; the youngest pays when there are none left."""

@@ -1,0 +1,90 @@
+"""From a config to an engine: load the model, prepare its modules, size the pools, put the parts together."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from longctx import machine
+from longctx.config import CacheConfig, EngineConfig
+from longctx.engine import Engine
+from longctx.errors import LongctxError
+from longctx.kv.groups import make_groups
+from longctx.kv.memory import PROCESS_BYTES, Fixed, MemoryWords, check_machine, kv_memory_for, workspace_bytes
+from longctx.kv.partition import Partition, PoolShape, ceil_div, partition
+from longctx.models.fused import fuse
+from longctx.models.linears import pack_linears
+from longctx.models.load import LoadedModel, load_model
+from longctx.models.rotary import swap_rotary
+from longctx.quant.formats import FORMATS, STORABLE, KVFormat, format_of_dtype
+from longctx.rates import Rates, rates_for
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[str, float, float], None]
+
+
+def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engine:
+    """Load `config`'s model and build its engine. Raises the `LongctxError` family before anything is allocated."""
+    resolve_format(config.cache.kv_format, "float32")
+    load = config.load
+    loaded = load_model(
+        load.model,
+        dtype=load.dtype,
+        load_format=load.load_format,
+        max_model_len=load.max_model_len,
+        rope_scaling=load.rope_scaling,
+        unverified=load.unverified_model,
+        progress=progress,
+    )
+    return assemble(config, loaded, rates_for(loaded.spec))
+
+
+def assemble(config: EngineConfig, loaded: LoadedModel, rates: Rates, *, kv_tokens: int | None = None) -> Engine:
+    """An engine around a loaded model, whose modules are swapped for faster ones in place.
+
+    `kv_tokens` sizes the pool by tokens of history instead of by the config's memory words.
+    """
+    spec, scheduler = loaded.spec, config.scheduler
+    fmt = resolve_format(config.cache.kv_format, spec.dtype)
+    groups = make_groups(spec, config.cache.block_tokens, fmt, fmt)
+    shape = PoolShape(
+        groups, scheduler.max_running, scheduler.largest_chunk, spec.max_positions, config.cache.tail_every
+    )
+    workspace = workspace_bytes(spec, scheduler.largest_chunk, scheduler.max_running)
+    fixed = Fixed(spec.weight_bytes, workspace, PROCESS_BYTES)
+    if kv_tokens is None:
+        part = size_pool(config.cache, shape, fixed)
+    else:
+        part = Partition(shape, ceil_div(kv_tokens, config.cache.block_tokens))
+    swap_rotary(loaded.model, spec.rope)
+    for report in (pack_linears(loaded.model), fuse(loaded.model)):
+        log.info("%s", report)
+    return Engine(config, loaded, groups, part, fixed, rates)
+
+
+def size_pool(cache: CacheConfig, shape: PoolShape, fixed: Fixed) -> Partition:
+    """The static partition of G1 under the config's memory words; refuses a pool that the machine cannot hold."""
+    words = MemoryWords(cache.kv_memory, cache.device_memory, cache.memory_fraction)
+    most = shape.bytes_for(shape.max_model_len, shape.max_running)
+    kv_memory = kv_memory_for(words, fixed, machine.available_bytes(), most)
+    check_machine(words, fixed, kv_memory, machine.physical_bytes())
+    return partition(
+        shape.groups,
+        kv_memory,
+        shape.max_running,
+        shape.max_chunk_tokens,
+        shape.max_model_len,
+        shape.tail_every,
+    )
+
+
+def resolve_format(name: str, dtype: str) -> KVFormat:
+    """The KV format called `name`, "auto" being the model's own dtype; refuses what cannot be stored yet."""
+    if name == "auto":
+        return format_of_dtype(dtype)
+    if name not in FORMATS:
+        raise LongctxError(f"unknown KV format {name!r}; known formats: auto, {', '.join(FORMATS)}")
+    if name not in STORABLE:
+        raise LongctxError(f"KV format {name!r} can be planned for but not stored yet; use auto, {', '.join(STORABLE)}")
+    return FORMATS[name]
