@@ -1,0 +1,99 @@
+"""Writing projected keys and values into a pool's slots, and gathering a range of positions back out."""
+
+# Shape legend: T new tokens, S gathered tokens, N slots, K kv heads, B block tokens, D head dim.
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from longctx.quant.layout import LayerKV
+
+# Beyond this many runs of neighbouring rows, one indexed write is cheaper than a copy for each run.
+MAX_RUNS = 16
+
+
+def store_tokens(
+    layer: LayerKV,
+    slots_T: np.ndarray | torch.Tensor,
+    rows_T: np.ndarray | torch.Tensor,
+    k_KTD: torch.Tensor,
+    v_KTD: torch.Tensor,
+) -> None:
+    """Write token t's vectors into row `rows_T[t]` of slot `slots_T[t]`, in the pool's stored dtype.
+
+    `k_KTD` [K, T, Dk] and `v_KTD` [K, T, Dv] may be strided. No two tokens may share a place.
+    """
+    assert k_KTD.shape[1] == v_KTD.shape[1] == len(slots_T) == len(rows_T)
+    if layer.k.device.type == "cpu":
+        slots, rows = np.asarray(slots_T), np.asarray(rows_T)
+        runs = _neighbour_runs(slots, rows)
+        if len(runs) <= MAX_RUNS or len(runs) * MAX_RUNS <= len(slots):
+            for begin, end in runs:
+                slot, row = int(slots[begin]), int(rows[begin])
+                layer.k[slot, :, row : row + end - begin].copy_(k_KTD[:, begin:end])
+                layer.v[slot, :, row : row + end - begin].copy_(v_KTD[:, begin:end])
+            return
+    device = layer.k.device
+    slots_at, rows_at = (torch.as_tensor(x, dtype=torch.int64, device=device) for x in (slots_T, rows_T))
+    layer.k[slots_at, :, rows_at] = k_KTD.transpose(0, 1).to(layer.k.dtype)
+    layer.v[slots_at, :, rows_at] = v_KTD.transpose(0, 1).to(layer.v.dtype)
+
+
+def _neighbour_runs(slots: np.ndarray, rows: np.ndarray) -> list[tuple[int, int]]:
+    """Maximal ranges of tokens that lie in one slot in ascending, gapless rows."""
+    if len(slots) == 1:
+        return [(0, 1)]
+    breaks = np.flatnonzero((slots[1:] != slots[:-1]) | (rows[1:] != rows[:-1] + 1)) + 1
+    edges = [0, *breaks.tolist(), len(slots)]
+    return [(begin, end) for begin, end in zip(edges, edges[1:], strict=False) if begin < end]
+
+
+def gather_tokens(
+    layer: LayerKV,
+    table: np.ndarray,
+    start: int,
+    length: int,
+    padded_length: int | None = None,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copies of positions [start, start + length) of a sequence: k [K, S, Dk] and v [K, S, Dv], S = padded_length.
+
+    Rows [length, S) and those of null blocks are zero and no other row of a block is read: unwritten rows may hold
+    NaN. fp32 unless `out`, a pair of tensors of exactly these shapes, says otherwise.
+    """
+    total = length if padded_length is None else padded_length
+    assert 0 <= length <= total and start >= 0
+    if out is None:
+        out = tuple(
+            torch.empty(x.shape[1], total, x.shape[3], dtype=torch.float32, device=x.device) for x in (layer.k, layer.v)
+        )
+    for target_KSD in out:
+        assert target_KSD.shape[1] == total
+        if total > length:
+            target_KSD[:, length:].zero_()
+    block = layer.block_tokens
+    position, end = start, start + length
+    while position < end:
+        slot, row = int(table[position // block]), position % block
+        # A block that slid out of the window is the null block: masked, but its rows must be numbers.
+        num_blocks = 1 if row or slot == 0 else _consecutive_slots(table, position // block, end // block)
+        count = num_blocks * block if num_blocks > 1 else min(block - row, end - position)
+        begin = position - start
+        for stored, target_KSD in ((layer.k, out[0]), (layer.v, out[1])):
+            if slot == 0:
+                target_KSD[:, begin : begin + count].zero_()
+            elif num_blocks > 1:
+                target_KnBD = target_KSD[:, begin : begin + count].unflatten(1, (num_blocks, block))
+                target_KnBD.copy_(stored[slot : slot + num_blocks].transpose(0, 1))
+            else:
+                target_KSD[:, begin : begin + count].copy_(stored[slot, :, row : row + count])
+        position += count
+    return out
+
+
+def _consecutive_slots(table: np.ndarray, first: int, end: int) -> int:
+    """How many blocks from `first` on, below `end`, lie in slots that follow each other; at least 1."""
+    if end - first <= 1:
+        return 1
+    steps = np.flatnonzero(np.diff(table[first:end]) != 1)
+    return int(steps[0]) + 1 if len(steps) else end - first
