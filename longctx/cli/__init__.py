@@ -1,0 +1,5 @@
+"""The command line: `longctx COMMAND`."""
+
+from longctx.cli.app import main
+
+__all__ = ["main"]
