@@ -56,6 +56,7 @@ class SamplerContract:
         logits = [0.0, 50.0, 49.0, 1.0]
         for temperature in (1e-300, 1e-9, 1e-4):
             assert set(self.draw(logits, SamplingParams(temperature=temperature), range(50))) == {1}
+        assert set(self.draw([0.0, 2.0, 2.0], SamplingParams(temperature=1e-6), range(50))) == {1}, "lowest of equals"
         assert set(self.draw(logits, SamplingParams(temperature=100.0), range(50))) == {0, 1, 2, 3}
 
     def test_top_k(self):
