@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -290,8 +291,9 @@ def _remedy(
         elif change == "concurrency":
             texts.append((1 - int(value) / demand.concurrency, f"--concurrency {value}"))
         elif change == "kv_format":
-            later = "" if value in STORABLE else ", which this version can plan but not yet store"
-            texts.append((0.5, f"--kv-format {value}{later}"))
+            usable = value in STORABLE
+            later = "" if usable else ", which this version can plan but not yet store"
+            texts.append((0.5 if usable else math.inf, f"--kv-format {value}{later}"))
         else:
             texts.append((needed / max(limit, 1) - 1, f"--kv-memory {format_bytes(needed)} ({needed} bytes)"))
     lead = f"needs {format_bytes(needed)} of KV memory, has {format_bytes(limit)}"

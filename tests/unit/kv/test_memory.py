@@ -4,30 +4,9 @@ import pytest
 
 from longctx.errors import LongctxError
 from longctx.kv.memory import Fixed, MemoryWords, check_machine, kv_limit, kv_memory_for, mlp_width, workspace_bytes
-from longctx.models.spec import LayerSpec, ModelSpec, RopeSpec
+from tests.helpers.spec import make_spec
 
 GB = 10**9
-
-
-def make_spec(hidden: int = 64, layers: int = 2, intermediate: int = 256, vocab: int = 1000) -> ModelSpec:
-    linear = layers * (hidden * 4 * 16 + 2 * hidden * 2 * 16 + 4 * 16 * hidden + 3 * hidden * intermediate)
-    return ModelSpec(
-        name="tiny",
-        model_type="llama",
-        dtype="float32",
-        num_layers=layers,
-        hidden_size=hidden,
-        vocab_size=vocab,
-        max_positions=4096,
-        layers=tuple(LayerSpec(i, None, 4, 2, 16, 16, 0.25) for i in range(layers)),
-        rope=RopeSpec(),
-        num_params=linear + vocab * hidden,
-        embedding_params=vocab * hidden,
-        head_params=vocab * hidden,
-        linear_params=linear,
-        active_linear_params=linear,
-        tied=True,
-    )
 
 
 def test_the_textbook_device_leaves_64_gb() -> None:
@@ -88,7 +67,7 @@ def test_a_pool_larger_than_the_machine_is_refused_with_the_split() -> None:
 
 def test_the_users_own_device_limit_counts_too() -> None:
     words = MemoryWords(kv_memory=GB, device_memory=2 * GB)
-    with pytest.raises(LongctxError, match="--device-memory is 2.00 GB"):
+    with pytest.raises(LongctxError, match=r"--device-memory is 2\.00 GB"):
         check_machine(words, Fixed(weight_bytes=GB + 1), GB, 24 * GB)
     check_machine(words, Fixed(weight_bytes=GB), GB, 24 * GB)
 
