@@ -3,6 +3,8 @@
 # Shape legend: T new tokens, S gathered tokens, N slots, K kv heads, B block tokens, D head dim.
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import torch
 
@@ -45,7 +47,7 @@ def _neighbour_runs(slots: np.ndarray, rows: np.ndarray) -> list[tuple[int, int]
         return [(0, 1)]
     breaks = np.flatnonzero((slots[1:] != slots[:-1]) | (rows[1:] != rows[:-1] + 1)) + 1
     edges = [0, *breaks.tolist(), len(slots)]
-    return [(begin, end) for begin, end in zip(edges, edges[1:], strict=False) if begin < end]
+    return [(begin, end) for begin, end in pairwise(edges) if begin < end]
 
 
 def gather_tokens(

@@ -60,7 +60,7 @@ def explicit(
     A row that sees no key is not meaningful. Holds the scores of all rows at once: cut the queries before.
     """
     num_heads, num_rows, _ = q_HTD.shape
-    num_kv_heads, num_keys, v_dim = v_KSD.shape
+    num_kv_heads, _, v_dim = v_KSD.shape
     q_KGTD = q_HTD.float().unflatten(0, (num_kv_heads, -1))
     scores = torch.matmul(q_KGTD, k_KSD.float().transpose(1, 2).unsqueeze(1)).mul_(params.scale)
     if params.softcap is not None:
