@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -109,10 +110,10 @@ class BlockIndex:
         assert len(self._slot_of) == num_full, "a key without an entry"
         assert sum(map(len, self._children.values())) == len(self._entries), "a child without an entry"
         for siblings in self._children.values():
-            for entry in siblings.values():
-                for other in siblings.values():
-                    covered = entry is not other and common_rows(entry.tokens, other.tokens) == len(entry.tokens)
-                    assert not covered, f"slot {entry.slot} only repeats the beginning of slot {other.slot}"
+            # In sorted order, whatever begins with an entry's tokens follows it.
+            ordered = sorted((entry.tokens.tobytes(), slot) for slot, entry in siblings.items())
+            for (tokens, slot), (longer, other) in pairwise(ordered):
+                assert not longer.startswith(tokens), f"slot {slot} only repeats the beginning of slot {other}"
 
 
 def common_rows(a: np.ndarray, b: np.ndarray) -> int:

@@ -88,9 +88,8 @@ class SlotPool:
                 f"slot {slot} has {self._refs[slot]} references, the tables hold {held.get(slot, 0)}"
             )
         assert NULL_SLOT not in held and NULL_SLOT not in entries, "the null slot is in use"
+        empty, cached = set(self._empty), set(self._cached)
+        assert len(empty) == len(self._empty), "a slot is free twice"
         free = {slot for slot in range(1, self.num_slots) if self._refs[slot] == 0}
-        assert len(set(self._empty)) == len(self._empty), "a slot is free twice"
-        for slot in free | entries | set(self._empty) | set(self._cached):
-            places = (slot in self._empty, slot in self._cached)
-            wanted = (slot in free and slot not in entries, slot in free and slot in entries)
-            assert places == wanted, f"slot {slot} is (empty, cached) = {places}, should be {wanted}"
+        for found, wanted, name in ((empty, free - entries, "empty"), (cached, free & entries, "cached")):
+            assert found == wanted, f"slots {sorted(found ^ wanted)} are {name} and should not be, or the reverse"

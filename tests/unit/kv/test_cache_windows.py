@@ -1,0 +1,146 @@
+"""Window groups: what is held, what slides out, and which tails are kept so that a hit can end there."""
+
+from __future__ import annotations
+
+import pytest
+
+from longctx.kv.match import first_visible
+from tests.helpers.kv import CacheDriver
+
+B = 4
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def document(length: int) -> list[int]:
+    return list(range(length))
+
+
+@pytest.mark.parametrize("window", [1, 3, 4, 5, 9, 16])
+def test_a_query_sees_itself_and_window_minus_one_before(window):
+    """huggingface/transformers#39408, vllm-project/vllm#3385: one token too wide or too narrow."""
+    for tokens in range(40):
+        seen = [p for p in range(tokens) if p > tokens - window]
+        if seen:
+            assert first_visible(window, tokens, B) == seen[0] // B
+        assert first_visible(None, tokens, B) == 0
+
+
+@pytest.mark.parametrize("window", [1, 4, 5, 6, 16, 17])
+@pytest.mark.parametrize("chunk", [1, 3, 8])
+def test_held_blocks_stay_within_the_window(window, chunk):
+    """vllm-project/vllm#34568: blocks that slid out are never released."""
+    driver = CacheDriver((None, window), (80, 60), chunk=chunk)
+    job = driver.job(document(5 * window))
+    assert driver.admit(job)
+    while (left := 5 * window - job.table.num_computed) > 0:
+        n = min(chunk, left)
+        assert driver.cache.extend(job.table, job.table.num_computed + n)
+        assert driver.held(1) <= ceil_div(window + chunk, B) + 2
+        assert driver.step(job, n)
+    for token in range(10 * window):
+        assert driver.decode(job, token)
+        assert driver.held(1) <= ceil_div(window, B) + 2
+        assert driver.held(0) == ceil_div(len(job.tokens), B)
+    driver.release(job)
+
+
+@pytest.mark.parametrize(("window", "chunk"), [(5, 8), (6, 8), (9, 3), (16, 8), (4, 1), (17, 7)])
+def test_the_smallest_window_pool_finishes_a_long_prompt(window, chunk):
+    """vllm-project/vllm#7470, xLLM-AI/xllm#1689: admission and allocation disagree on a window's need."""
+    num_slots = ceil_div(window + chunk, B) + 2
+    driver = CacheDriver((window,), (num_slots,), chunk=chunk, tail_every=8)
+    for name in (1, 2):
+        driver.run([name, *document(20 * window)], new=document(2 * window))
+    needed = driver.cache.slots_needed(20 * window)[0]
+    assert needed <= num_slots - 1
+    # A pool that is smaller than the need says so, before anything is allocated.
+    small = CacheDriver((window,), (needed,), chunk=chunk)
+    job = small.job(document(20 * window))
+    assert not small.cache.fits(small.match(job), 20 * window)
+    assert small.cache.slots_needed(20 * window)[0] > small.cache.stats()[0].total
+
+
+def test_running_requests_get_the_windows_they_were_promised():
+    """vllm-project/vllm#7470: a later request takes the slots that an admitted one has not allocated yet."""
+    driver = CacheDriver((None, 6), (200, 11), chunk=8)
+    jobs = [driver.job([name, *document(39)]) for name in range(3)]
+    assert [driver.admit(job) for job in jobs] == [True, True, False]
+    while jobs[0].table.num_computed < 40:
+        assert driver.step(jobs[0], 8) and driver.step(jobs[1], 8)
+    driver.release(jobs[0])
+    assert driver.admit(jobs[2])
+
+
+@pytest.mark.parametrize("windows", [(None, 5), (None, 6), (6,), (None, 9, 3)])
+@pytest.mark.parametrize("length", [15, 16, 17, 18])
+def test_the_same_prompt_again_computes_its_last_token(windows, length):
+    """raullenchai/Rapid-MLX#1124: an exact hit on a rotated window feeds the last token twice.
+
+    A long answer in between must not cost the hit.
+    """
+    driver = CacheDriver(windows, [60] * len(windows))
+    tokens = document(length)
+    assert driver.run(tokens, new=[100 + i for i in range(30)]).cached == 0
+    before = driver.computed
+    assert driver.run(tokens).cached == length - 1
+    assert driver.computed == before + 1
+
+
+def test_a_second_question_branches_off_at_the_prompts_last_borders():
+    driver = CacheDriver((None, 6), (90, 60))
+    driver.run([*document(40), 70, 71, 72, 73, 74], new=[200 + i for i in range(40)])
+    assert driver.run([*document(40), 80, 81]).cached == 40
+
+
+def test_a_hit_may_end_at_every_permanent_tail():
+    driver = CacheDriver((None, 6), (90, 60), tail_every=16)
+    driver.run(document(100))
+    # Kept: the tails of 16, 32, ... 80, and from token 84 on those of the prompt's last borders.
+    for shared, expected in ((95, 95), (83, 80), (70, 64), (64, 64), (61, 61), (55, 48), (17, 16), (15, 15), (9, 0)):
+        job = driver.job([*document(shared), *range(900, 910)])
+        assert driver.match(job).tokens == expected, shared
+    assert driver.run([*document(64), 900, 901]).cached == 64
+
+
+def test_hitting_a_kept_tail_does_not_use_it_up():
+    driver = CacheDriver((None, 6), (120, 60), tail_every=16)
+    driver.run(document(100))
+    for i in range(3):
+        assert driver.run([*document(32), *range(300 + 50 * i, 330 + 50 * i)]).cached == 32
+
+
+def test_a_border_that_a_follower_waits_for_is_kept():
+    driver = CacheDriver((None, 6), (90, 30), chunk=8)
+    first, follower = driver.job(document(80)), driver.job([*document(20), 500, 501, 502])
+    assert driver.admit(first)
+    assert driver.cache.pending_owner(follower.chain, driver.match(follower)) == first.id
+    driver.cache.keep_border(first.table, 20)
+    driver.prefill(first)
+    assert driver.match(follower).tokens == 20
+    # Without being asked, nobody keeps a tail in the middle of a prompt.
+    other = driver.job([*document(40), 600])
+    assert driver.match(other).tokens == 20
+
+
+def test_what_is_not_kept_is_reused_first():
+    driver = CacheDriver((None, 6), (90, 30))
+    job = driver.job(document(80))
+    assert driver.admit(job)
+    driver.prefill(job)
+    # Tails of the borders 72, 76, 80 and of token 79: positions 67 .. 79, in four blocks; two of them still held.
+    assert (driver.held(1), driver.cached(1)) == (2, 2)
+    assert driver.free(1) == 29 - 4
+
+
+def test_full_groups_alone_and_windows_alone_match():
+    driver = CacheDriver((None, None), (40, 12))
+    driver.run(document(16))
+    driver.run([7, *document(35)])
+    # The second group lost its end of the first prompt: a hit needs every group.
+    assert driver.match(driver.job(document(17))).tokens < 16
+    driver = CacheDriver((6,), (40,))
+    driver.run(document(64))
+    assert driver.run([*document(64), 1]).cached == 64
