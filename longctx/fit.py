@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-FORGET = 0.98
-"""Weight of the past after one more observation: about the last fifty count."""
+FORGET = 0.96
+"""Weight of the past after one more observation: about the last twenty-five count."""
 
 PRIOR_WEIGHT = 0.05
 """Weight of the first guess beside one observation of weight 1: it decides only what was never observed."""
 
-MAX_JUMP = 1.5
-"""An observation further off than this factor is clipped once the fit is warm: a page fault is not the machine."""
+TOO_FAST = 0.5
+"""Below this share of the predicted time an observation loses weight, once the fit is warm."""
 
 WARM = 4
 MIN_SPREAD, FIRST_SPREAD = 0.05, 0.4
@@ -26,6 +26,9 @@ MIN_SPREAD, FIRST_SPREAD = 0.05, 0.4
 @dataclass
 class OnlineFit:
     """seconds = coefficients . features, all non-negative, fitted to relative errors with exponential forgetting.
+
+    The error of an observation is predicted / measured - 1, which no measurement, however slow, drives beyond 1: a page
+    fault or a first compilation hardly moves the fit, and needs no clipping that would also hide a real change.
 
     `guess` are the coefficients before any observation, all positive. While few directions were observed the guess is
     scaled as a whole, so that one measured step already corrects all coefficients.
@@ -64,15 +67,16 @@ class OnlineFit:
         if not (math.isfinite(seconds) and seconds > 0 and predicted > 0):
             return
         ratio = seconds / predicted
+        weight = 1.0
         if self.count >= WARM:
             self.spread += 0.1 * (min(abs(ratio - 1), 1.0) - self.spread)
-            seconds = predicted * min(max(ratio, 1 / MAX_JUMP), MAX_JUMP)
+            weight = min(1.0, ratio / TOO_FAST) ** 4
         row = np.asarray(features) * np.asarray(self.guess) / seconds
         first = seconds / float(np.dot(self.guess, features))
         step = max(1 / (self.count + 1), 1 - FORGET)
         self.log_ratio += step * (math.log(first) - self.log_ratio)
-        self.gram = FORGET * self.gram + np.outer(row, row)
-        self.moment = FORGET * self.moment + row
+        self.gram = FORGET * self.gram + weight * np.outer(row, row)
+        self.moment = FORGET * self.moment + weight * row
         self.count += 1
         if self.count == WARM:
             self.spread = 2 * MIN_SPREAD
@@ -96,17 +100,20 @@ class OnlineFit:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> OnlineFit:
         """Raises `ValueError` or `KeyError` for anything that `to_json` could not have written."""
-        size = len(data["guess"])
+        guess = tuple(map(float, data["guess"]))
+        size = len(guess)
+        if not (np.isfinite(guess).all() and min(guess, default=0.0) > 0):
+            raise ValueError(f"guess {guess}")
         fit = cls(
-            tuple(map(float, data["guess"])),
+            guess,
             int(data["count"]),
             float(data["log_ratio"]),
             float(data["spread"]),
             np.array(data["gram"], dtype=float).reshape(size, size),
             np.array(data["moment"], dtype=float).reshape(size),
         )
-        numbers = [*fit.guess, fit.log_ratio, fit.spread, *fit.gram.ravel(), *fit.moment]
-        if not np.isfinite(numbers).all() or min(fit.guess) <= 0:
+        numbers = [fit.log_ratio, fit.spread, *fit.gram.ravel(), *fit.moment]
+        if not np.isfinite(numbers).all():
             raise ValueError("not finite")
         return fit
 

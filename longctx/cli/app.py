@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import typer
 
@@ -17,7 +18,7 @@ EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 
 # The base of every error typer raises about options; where it is defined differs between versions of typer.
-_UsageError = next(cls for cls in typer.BadParameter.__mro__ if cls.__name__ == "ClickException")
+_UsageError: Any = next(cls for cls in typer.BadParameter.__mro__ if cls.__name__ == "ClickException")
 
 app = typer.Typer(
     name="longctx",
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except LongctxError as error:
         return _fail(str(error))
     except _UsageError as error:
-        return _fail(error.format_message())  # type: ignore[attr-defined]
+        return _fail(error.format_message())
     except (KeyboardInterrupt, typer.Abort):
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED

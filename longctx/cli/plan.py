@@ -248,7 +248,8 @@ def _rows(plan: Plan) -> dict[str, str]:
     for name, tier in plan.tiers.items():
         if tier.get("break_even_tokens_per_s") is not None:
             load, speed = float(tier["load_ms"] or 0), float(tier["break_even_tokens_per_s"] or 0)
-            rows[f"load from {name}"] = f"{format_seconds(load / 1e3)}, as fast as {speed:,.0f} tokens/s"
+            rows[f"load from {name}"] = format_seconds(load / 1e3)
+            rows[f"{name} beats prefill below"] = f"{speed:,.0f} tokens/s"
     if plan.seconds is not None:
         low, high = (format_seconds(plan.seconds[end]) for end in ("low", "high"))
         rows["prefill"] = f"{low} to {high}"
