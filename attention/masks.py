@@ -35,6 +35,7 @@ class MaskTables:
             first = -ahead
             table, table_first = self._table("both" if edge else "causal", window if edge else None, device)
         else:
+            assert window is not None
             first = window - ahead
             table, table_first = self._table("edge", None, device)
         mask = table[:, first - table_first :][:, :num_keys]
@@ -49,6 +50,7 @@ class MaskTables:
         if kind == "causal":
             first, end = -TILE_TOKENS - Q_BLOCK, Q_BLOCK
         elif kind == "both":
+            assert window is not None
             first, end = -(window + Q_BLOCK), Q_BLOCK
         else:
             first, end = -Q_BLOCK, Q_BLOCK + TILE_TOKENS
@@ -60,7 +62,7 @@ class MaskTables:
                 hidden = column <= row
             else:
                 hidden = column > row
-                if kind == "both":
+                if window is not None:
                     hidden |= row - column >= window
             zeros = torch.zeros(Q_BLOCK, end - first, dtype=torch.float32, device=device)
             self._tables[key] = zeros.masked_fill_(hidden, -math.inf)

@@ -88,7 +88,11 @@ class EngineConfig:
 
         Raises `LongctxError` for a name that no part knows, naming those that exist.
         """
-        for name, parse in (("kv_memory", parse_bytes), ("device_memory", parse_bytes), ("max_model_len", parse_tokens)):
+        for name, parse in (
+            ("kv_memory", parse_bytes),
+            ("device_memory", parse_bytes),
+            ("max_model_len", parse_tokens),
+        ):
             if isinstance(options.get(name), str):
                 options[name] = parse(options[name], name)
         parts: dict[str, Any] = {"load": LoadConfig(model), "cache": CacheConfig(), "scheduler": SchedulerConfig()}

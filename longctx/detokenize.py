@@ -39,6 +39,7 @@ class IncrementalDetokenizer:
         token = self._tokenizer.convert_ids_to_tokens(token_id)
         if token is None or (self._skip_special_tokens and self._is_special(token_id)):
             return ""  # a decoder leaves both out before it looks at the neighbours
+        assert isinstance(token, str)
         raw = self._bytes_of(token_id, token)
         if raw is None:
             text = self._utf8.decode(b"", final=True) + self._text_of(token_id)
@@ -76,7 +77,9 @@ class IncrementalDetokenizer:
         return self._decode([token_id], skip=True) == "" != self._decode([token_id])
 
     def _decode(self, ids: list[int], skip: bool = False) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+        text = self._tokenizer.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
 
 
 def _is_byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -147,7 +147,7 @@ class Engine:
         return False
 
     def plan(self, tokens: int, *, concurrency: int = 1) -> Plan:
-        """What `concurrency` requests of `tokens` tokens need of this engine's pool, and how long their prefill takes."""
+        """What `concurrency` requests of `tokens` tokens need of this engine's pool, and how long prefill takes."""
         return plan(
             Demand(tokens, concurrency),
             self.groups,

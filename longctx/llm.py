@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -69,10 +70,10 @@ class LLM:
         """Token ids of a prompt, special tokens added by the model's own rule."""
         if isinstance(prompt, str):
             return encode_prompt(self._need_tokenizer(), prompt)
-        items = list(prompt)
+        items: list[Any] = list(prompt)
         if items and isinstance(items[0], Mapping):
             return encode_chat(self._need_tokenizer(), items)
-        return [int(t) for t in items]  # type: ignore[call-overload]
+        return [int(t) for t in items]
 
     def plan(self, prompt: Prompt | int, *, max_tokens: int = 1, concurrency: int = 1) -> Plan:
         """What a prompt (or a number of tokens) needs and how long it takes, by the numbers admission uses."""
@@ -144,9 +145,7 @@ class LLM:
 
 
 def _last(subscription: Subscription) -> FinishEvent:
-    event = None
-    for event in subscription:
-        pass
+    event = deque(subscription, maxlen=1).pop()
     assert isinstance(event, FinishEvent)
     if event.reason == "error":
         raise EngineError(event.error)

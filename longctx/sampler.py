@@ -111,7 +111,7 @@ def _nucleus(weight_N: np.ndarray, top_p: float) -> np.ndarray:
     below = mass[border - 1] if border else 0.0
     drop = int(np.searchsorted(below + np.cumsum(inside, dtype=np.float64), tail, side="right"))
     drop = min(drop, len(inside) - 1)  # the sums of a bucket in two orders may differ in the last bit
-    kept = np.count_nonzero(bucket_N > border) + len(inside) - drop
+    kept = int(np.count_nonzero(bucket_N > border)) + len(inside) - drop
     return _largest(weight_N, kept, inside[drop])
 
 

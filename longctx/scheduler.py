@@ -132,7 +132,7 @@ class Scheduler:
         left = self._chunk_budget(prefills, decodes)
         oldest = prefills[0]
         reserve = -(-left // PREFILL_RESERVE)
-        planned = []
+        planned: list[_Planned] = []
         for request in sorted(prefills, key=lambda r: r.num_tokens - r.num_computed):
             held_back = 0 if request is oldest or any(p.request is oldest for p in planned) else reserve
             n = min(request.num_tokens - request.num_computed, left - held_back)

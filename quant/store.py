@@ -66,9 +66,10 @@ def gather_tokens(
     total = length if padded_length is None else padded_length
     assert 0 <= length <= total and start >= 0
     if out is None:
-        out = tuple(
+        k_KSD, v_KSD = (
             torch.empty(x.shape[1], total, x.shape[3], dtype=torch.float32, device=x.device) for x in (layer.k, layer.v)
         )
+        out = (k_KSD, v_KSD)
     for target_KSD in out:
         assert target_KSD.shape[1] == total
         if total > length:

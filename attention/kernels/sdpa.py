@@ -32,7 +32,9 @@ def flash(
     return out_1HTD[0].transpose(0, 1), lse_1HT[0].transpose(0, 1)
 
 
-def _flash_op(q, k, v, mask, scale) -> tuple[torch.Tensor, torch.Tensor]:
+def _flash_op(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask, scale=scale)
 
 
