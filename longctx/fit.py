@@ -38,8 +38,8 @@ class OnlineFit:
     count: int = 0
     log_ratio: float = 0.0
     spread: float = FIRST_SPREAD
-    gram: np.ndarray = field(default=None)  # type: ignore[assignment]
-    moment: np.ndarray = field(default=None)  # type: ignore[assignment]
+    gram: np.ndarray = field(default=None)  # type: ignore[arg-type]
+    moment: np.ndarray = field(default=None)  # type: ignore[arg-type]
 
     def __post_init__(self) -> None:
         assert all(x > 0 and math.isfinite(x) for x in self.guess)
