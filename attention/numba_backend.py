@@ -47,8 +47,8 @@ class NumbaBackend:
 
     name = "numba"
 
-    def __init__(self) -> None:
-        self._torch = TorchBackend()
+    def __init__(self, torch_backend: TorchBackend | None = None) -> None:
+        self._torch = torch_backend or TorchBackend()
         self._plans: dict[int | None, _Plan] = {}
         self._scratch = np.empty(0, np.float32)
 
