@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
 
 from longctx import machine
 from longctx.config import CacheConfig, EngineConfig
 from longctx.engine import Engine
-from longctx.errors import LongctxError
+from longctx.errors import EngineError, LongctxError
+from longctx.events import FinishEvent
 from longctx.kv.groups import make_groups
 from longctx.kv.memory import PROCESS_BYTES, Fixed, MemoryWords, check_machine, kv_memory_for, workspace_bytes
 from longctx.kv.partition import Partition, PoolShape, ceil_div, partition
+from longctx.models.allow import ALLOWED, verify_against_eager
 from longctx.models.fused import fuse
 from longctx.models.linears import pack_linears
 from longctx.models.load import LoadedModel, load_model
 from longctx.models.rotary import swap_rotary
+from longctx.params import SamplingParams
 from longctx.quant.formats import FORMATS, STORABLE, KVFormat, format_of_dtype
 from longctx.rates import Rates, rates_for
+from longctx.request import ScoreSheet
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +44,21 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         unverified=load.unverified_model,
         progress=progress,
     )
-    return assemble(config, loaded, rates_for(loaded.spec))
+    engine = assemble(config, loaded, rates_for(loaded.spec))
+    if loaded.spec.model_type not in ALLOWED:
+        verify_against_eager(loaded.model, lambda ids: torch.as_tensor(score_alone(engine, ids)))
+    return engine
+
+
+def score_alone(engine: Engine, token_ids: Sequence[int]) -> np.ndarray:
+    """Logits [n, V] of every position, computed by stepping an idle engine by hand; `EngineError` if a step fails."""
+    sheet = ScoreSheet(want_logits=True)
+    engine.submit(engine.make_request(token_ids, SamplingParams(max_tokens=1), score=sheet))
+    while engine.has_work:
+        for event in engine.step():
+            if isinstance(event, FinishEvent) and event.reason == "error":
+                raise EngineError(event.error)
+    return np.concatenate(sheet.logits)
 
 
 def assemble(config: EngineConfig, loaded: LoadedModel, rates: Rates, *, kv_tokens: int | None = None) -> Engine:
