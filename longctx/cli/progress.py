@@ -135,4 +135,5 @@ class LoadProgress:
         self._meter = meter
 
     def __call__(self, stage: str, done: float, total: float) -> None:
-        self._meter.show(stage, done, total, f"{format_bytes(done)} of {format_bytes(total)}")
+        # A stage without a size counts from 0 to 1.
+        self._meter.show(stage, done, total, "" if total <= 1 else f"{format_bytes(done)} of {format_bytes(total)}")

@@ -46,7 +46,7 @@ class Job:
 
 def run(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="built-in name, folder, .gguf file or hub id")],
-    prompt: Annotated[str | None, typer.Option(help="the prompt itself")] = None,
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="the prompt itself")] = None,
     prompt_file: Annotated[str | None, typer.Option(metavar="FILE", help="read it from a file; - is stdin")] = None,
     ask: Annotated[
         list[str] | None,
@@ -56,7 +56,7 @@ def run(
         bool | None, typer.Option("--chat/--raw", help="use the chat template or not; by default if there is one")
     ] = None,
     max_tokens: Annotated[
-        str | None, typer.Option(metavar="N", help=f"tokens to generate at most [default: {DEFAULT_MAX_TOKENS}]")
+        str | None, typer.Option(metavar="N", help=f"tokens to generate at most; {DEFAULT_MAX_TOKENS} if absent")
     ] = None,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token")] = 0.0,
     top_k: Annotated[int, typer.Option(help="sample among the k likeliest; 0 is off")] = 0,
@@ -72,8 +72,8 @@ def run(
     memory_fraction: Annotated[float | None, typer.Option(help="the pool's share of what the rest leaves")] = None,
     dtype: Annotated[str, typer.Option(help="arithmetic and weights")] = "auto",
     load_format: Annotated[str, typer.Option(help="auto, or dummy for random weights")] = "auto",
-    unverified_model: Annotated[bool, typer.Option(help="try a model type that was never verified")] = False,
-    deterministic: Annotated[bool, typer.Option(help="bit-equal logits whatever is cached or beside it")] = False,
+    unverified_model: Annotated[bool, typer.Option("--unverified-model", help="allow other model types")] = False,
+    deterministic: Annotated[bool, typer.Option("--deterministic", help="the same bits whatever is cached")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object on stdout")] = False,
 ) -> None:
     """Read a prompt of any length and answer: the text goes to stdout, all else to stderr.
