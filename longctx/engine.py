@@ -69,8 +69,8 @@ class Engine:
             tail_every=config.cache.tail_every,
         )
         self.scheduler = Scheduler(config.scheduler, self.cache, rates, spec.vocab_size, block_tokens)
-        prefill, decode = pick_backends(str(loaded.model.device), groups)
-        backends = Backends(prefill, None if config.scheduler.deterministic else decode)
+        picked = pick_backends(loaded.model.device)
+        backends = Backends(picked.prefill, None if config.scheduler.deterministic else picked.decode)
         self.runner = Runner(loaded.model, spec, groups, partition.num_slots, backends, loaded.vocab_limit)
         self.on_progress: Callable[[Event], None] | None = None
         self.last_step: StepSpec | None = None
