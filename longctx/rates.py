@@ -101,12 +101,21 @@ class Rates:
         return low if low == maximum or low < CHUNK_MULTIPLE else low // CHUNK_MULTIPLE * CHUNK_MULTIPLE
 
     def chunks(self, tokens: int, max_chunk: int, seconds_cap: float = STEP_CAP_S) -> tuple[int, int]:
-        """A cold prefill of `tokens` alone in its steps: (number of chunks, tokens of the last)."""
-        start = count = last = 0
-        while start < tokens:
-            last = min(tokens - start, self.largest_chunk(start, seconds_cap, maximum=max_chunk))
-            start, count = start + last, count + 1
-        return count, last
+        """A cold prefill of `tokens` alone in its steps: (number of chunks, tokens of the last).
+
+        Chunks never grow along a prompt, so each size is counted at once.
+        """
+        start, count = 0, 0
+        while True:
+            n = self.largest_chunk(start, seconds_cap, maximum=max_chunk)
+            if n >= tokens - start:
+                return count + 1, tokens - start
+            low, high = 1, (tokens - start - 1) // n
+            while low < high:
+                middle = (low + high + 1) // 2
+                same = self.largest_chunk(start + (middle - 1) * n, seconds_cap, maximum=max_chunk) == n
+                low, high = (middle, high) if same else (low, middle - 1)
+            start, count = start + low * n, count + low
 
     def _decode_addition(self, decodes: Sequence[Row]) -> float:
         """What decode rows add to a step that has prefill rows."""

@@ -76,13 +76,15 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """38 ms, 4.2 s, 3 min 20 s, 2 h 05 min."""
+    """38 ms, 4.2 s, 3 min 20 s, 2 h 05 min, 12 days."""
     if seconds < 0.9995:
         return f"{seconds * 1e3:.0f} ms"
     if seconds < 59.95:
         return f"{seconds:.1f} s"
     if seconds < 3599.5:
         return f"{round(seconds) // 60} min {round(seconds) % 60:02d} s"
+    if seconds >= 48 * 3600:
+        return f"{seconds / 86400:,.0f} days"
     return f"{round(seconds / 60) // 60:,} h {round(seconds / 60) % 60:02d} min"
 
 

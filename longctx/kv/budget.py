@@ -278,12 +278,15 @@ def _remedy(
     """One line: why, and what to change, the smallest change first."""
     if verdict == "fits":
         return None
-    if _too_long(demand, max_positions):
-        return (
-            f"{demand.tokens:,} tokens exceed the model's {max_positions:,} positions: ask for at most "
-            f"{fits_with.get('tokens', 0):,}, or extend it with --max-model-len {demand.tokens} --rope-scaling yarn"
-        )
     needed, limit = room.needs(demand), room.limit
+    lead = f"needs {format_bytes(needed)} of KV memory, has {format_bytes(limit)}"
+    if fixed.total:
+        lead += f" beside {fixed.split(needed)}"
+    if _too_long(demand, max_positions):
+        extend = f"extend it with --max-model-len {demand.tokens} --rope-scaling yarn"
+        shorter = f"ask for at most {fits_with['tokens']:,}, or {extend}" if fits_with else f"{extend}; it also {lead}"
+        return f"{demand.tokens:,} tokens exceed the model's {max_positions:,} positions: {shorter}"
+    in_all = f", {format_bytes(fixed.total + needed)} in all" if fixed.total else ""
     texts: list[tuple[float, str]] = []
     for change, value in fits_with.items():
         if change == "tokens":
@@ -295,10 +298,7 @@ def _remedy(
             later = "" if usable else ", which this version can plan but not yet store"
             texts.append((0.5 if usable else math.inf, f"--kv-format {value}{later}"))
         else:
-            texts.append((needed / max(limit, 1) - 1, f"--kv-memory {format_bytes(needed)} ({needed} bytes)"))
-    lead = f"needs {format_bytes(needed)} of KV memory, has {format_bytes(limit)}"
-    if fixed.total:
-        lead += f" beside {fixed.split(needed)}"
+            texts.append((needed / max(limit, 1) - 1, f"--kv-memory {format_bytes(needed)} ({needed} bytes){in_all}"))
     if verdict == "spills":
         lead += "; the tiers hold the rest, but this version computes only from g1"
     return f"{lead}: " + "; or ".join(text for _, text in sorted(texts))

@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -118,6 +119,15 @@ def test_chunks_shrink_as_the_history_grows_and_add_up() -> None:
         start += rates.largest_chunk(start, 2.0, maximum=8192)
     assert start + last == 20_000
     assert rates.chunks(1, 8192) == (1, 1)
+    assert rates.chunks(8192, 8192, math.inf) == (1, 8192)
+    assert rates.chunks(16_384, 8192, math.inf) == (2, 8192)
+
+
+def test_even_a_hopeless_prefill_is_counted_at_once() -> None:
+    slow = Rates(OnlineFit((1e6, 1e3, 1e-1)), OnlineFit((1e6, 1e3, 1e-1)))
+    before = time.perf_counter()
+    assert slow.chunks(2**30, 8192) == (2**30, 1)
+    assert time.perf_counter() - before < 2
 
 
 def test_the_range_narrows_with_measurements_and_widens_beyond_them() -> None:

@@ -128,6 +128,7 @@ def test_sizes_are_printed_with_three_digits(size: float, text: str) -> None:
         (200, "3 min 20 s"),
         (3599.9, "1 h 00 min"),
         (7500, "2 h 05 min"),
+        (1e6, "12 days"),
     ],
 )
 def test_times_are_printed_readably(seconds: float, text: str) -> None:

@@ -162,6 +162,15 @@ def test_the_models_length_refuses_with_the_way_out() -> None:
     assert long.requests_that_fit == 0
     assert "32,768 positions" in str(long.remedy) and "--max-model-len 40000 --rope-scaling yarn" in str(long.remedy)
     assert plan(Demand(32_768), gemma(), 10 * GB, max_positions=32_768).verdict == "fits"
+    hopeless = plan(Demand(40_000), gemma(), 0, max_positions=32_768, fixed=Fixed(300 * GB))
+    assert hopeless.fits_with == {}
+    assert "it also needs" in str(hopeless.remedy) and "weights 300 GB" in str(hopeless.remedy)
+
+
+def test_a_device_too_small_for_the_weights_says_what_all_of_it_takes() -> None:
+    none = plan(Demand(1000), gemma(), 0, fixed=Fixed(300 * GB))
+    assert (none.verdict, none.pool_bytes, none.tokens_that_fit, none.requests_that_fit) == ("refused", 0, 0, 0)
+    assert f"{300 + none.needed_bytes / GB:.0f} GB in all" in str(none.remedy)
 
 
 @settings(max_examples=60, deadline=None)
