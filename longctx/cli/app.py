@@ -12,8 +12,9 @@ from longctx import __version__
 from longctx.cli.plan import plan
 from longctx.cli.pull import pull
 from longctx.cli.run import run
-from longctx.errors import LongctxError
+from longctx.errors import EngineError, LongctxError
 
+EXIT_ENGINE_ERROR = 1
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 
@@ -43,11 +44,17 @@ def _options(version: bool = typer.Option(False, "--version", callback=_show_ver
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 2 after one line on stderr for a user's error, 130 if interrupted."""
+    """Run one command and return its exit code.
+
+    2 after one line on stderr for a user's error, 1 after one line when the engine failed, 130 if interrupted.
+    """
     try:
         code = app(args=None if arguments is None else list(arguments), prog_name="longctx", standalone_mode=False)
     except LongctxError as error:
         return _fail(str(error))
+    except EngineError as error:
+        _fail(str(error))
+        return EXIT_ENGINE_ERROR
     except _UsageError as error:
         return _fail(error.format_message())
     except (KeyboardInterrupt, typer.Abort):

@@ -20,6 +20,7 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
+from longctx.cli.app import main
 from longctx.cli.progress import JobProgress, Meter
 from longctx.cli.prompt import read_prompt
 from longctx.cli.report import peak_rss_bytes
@@ -257,6 +258,21 @@ def test_a_failed_step_is_an_engine_error(fake: type[FakeLLM], monkeypatch: pyte
     monkeypatch.setattr(fake, "fail", True)
     result = invoke("m", "--prompt", "abc")
     assert isinstance(result.exception, EngineError) and "it broke" in str(result.exception)
+
+
+def test_errors_leave_as_one_line_with_their_exit_code(
+    fake: type[FakeLLM], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", "missing", "--prompt", "abc"]) == 2
+    assert capsys.readouterr().err.splitlines()[1:] == ["longctx: no model 'missing'"]
+    assert main(["run", "m", "--prompt", ""]) == 2
+    assert capsys.readouterr().err.splitlines() == ["longctx: --prompt is empty: give at least one character"]
+    assert main(["run", "m", "--prompt", "abc", "--top-k", "many"]) == 2
+    assert "'--top-k'" in capsys.readouterr().err
+    monkeypatch.setattr(fake, "fail", True)
+    assert main(["run", "m", "--prompt", "abc"]) == 1
+    captured = capsys.readouterr()
+    assert captured.err.splitlines()[-1] == "longctx: it broke" and "Traceback" not in captured.err
 
 
 def test_interrupt_prints_what_there_is_and_exits_130(fake: type[FakeLLM], monkeypatch: pytest.MonkeyPatch) -> None:
