@@ -43,8 +43,8 @@ class Fact:
 
 
 FACTS = (
-    Fact("The special magic number for the harbour is", "48213", 0.35),
-    Fact("The special magic number for the library is", "70956", 0.70),
+    Fact("The special magic number for Paris is:", "48213", 0.35),
+    Fact("The password of the lighthouse keeper Aldous Wren is", "marzipan", 0.70),
 )
 
 
@@ -92,7 +92,7 @@ def main() -> int:
         ends, found = [], True
         for number, fact in enumerate(FACTS, start=1):
             print(f"\nQuestion {number}: what continues the document with “{fact.stem}”?", flush=True)
-            end = ask(llm, f"{document} {fact.stem}")
+            end = ask(llm, f"{document}\n\n{fact.stem}")
             right = fact.needle in end.text
             found, ends = found and right, [*ends, end]
             print(f"  answer   {end.text.strip()!r}  ({'right' if right else f'WRONG, it is {fact.needle}'})")
