@@ -17,10 +17,13 @@ BACKENDS: dict[str, Callable[[], Backend]] = {"torch": TorchBackend, "numba": Nu
 
 @dataclass(frozen=True)
 class Backends:
-    """What computes chunks of prompts, and what computes one token per sequence."""
+    """What computes chunks of prompts, and what computes one token per sequence.
+
+    With `decode` None, decoded tokens take the prefill backend too, so that their bits are those of a recomputation.
+    """
 
     prefill: Backend
-    decode: Backend
+    decode: Backend | None
 
 
 def pick_backends(device: torch.device | str) -> Backends:

@@ -7,6 +7,7 @@ import secrets
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from transformers import PreTrainedConfig
 
@@ -15,7 +16,6 @@ from longctx.config import EngineConfig
 from longctx.detokenize import IncrementalDetokenizer
 from longctx.errors import EngineError, RequestError
 from longctx.events import Event
-from longctx.forward import Backends
 from longctx.kv.budget import Demand, Plan, plan
 from longctx.kv.cache import CacheStats, KVCache
 from longctx.kv.groups import LayerGroup
@@ -69,8 +69,9 @@ class Engine:
             tail_every=config.cache.tail_every,
         )
         self.scheduler = Scheduler(config.scheduler, self.cache, rates, spec.vocab_size, block_tokens)
-        picked = pick_backends(loaded.model.device)
-        backends = Backends(picked.prefill, None if config.scheduler.deterministic else picked.decode)
+        backends = pick_backends(loaded.model.device)
+        if config.scheduler.deterministic:
+            backends = replace(backends, decode=None)
         self.runner = Runner(loaded.model, spec, groups, partition.num_slots, backends, loaded.vocab_limit)
         self.on_progress: Callable[[Event], None] | None = None
         self.last_step: StepSpec | None = None

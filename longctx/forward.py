@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from longctx.attention.attend import attend, merge_sink
-from longctx.attention.backend import Backend
+from longctx.attention.registry import Backends
 from longctx.attention.span import AttnParams, DecodeBatch, KVView, prefill_spans
 from longctx.attention.state import AttnState
 from longctx.kv.storage import KVStorage
@@ -18,14 +18,6 @@ from longctx.models.spec import LayerSpec
 from longctx.parallel.group import Group
 from longctx.quant.store import store_tokens
 from longctx.step import StepRow
-
-
-@dataclass(frozen=True)
-class Backends:
-    """Which backend computes what. With `decode` None, decoded tokens take the prefill kernel too (deterministic)."""
-
-    prefill: Backend
-    decode: Backend | None
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from longctx.forward import Backends, ForwardPlan
+from longctx.attention.registry import Backends
+from longctx.forward import ForwardPlan
 from longctx.kv.groups import LayerGroup
 from longctx.kv.storage import KVStorage
 from longctx.models.hook import attach
