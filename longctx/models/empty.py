@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ def empty_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) ->
     """
     try:
         with init_empty_weights(include_buffers=False):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)  # it writes its dtype there
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ModelError(

@@ -33,7 +33,7 @@ def resolve(name_or_path: str | Path) -> ModelSource:
     if name in BUILTIN:
         return ModelSource("builtin", builtin_path(name), name)
     path = Path(name).expanduser()
-    if path.is_dir():
+    if name and path.is_dir():
         if (path / "config.json").exists():
             return ModelSource("folder", path, name)
         ggufs = sorted(path.glob("*.gguf"))
