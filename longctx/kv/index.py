@@ -65,11 +65,8 @@ class BlockIndex:
         None, and nothing is changed, if the same content can already be found in another slot.
         """
         assert slot not in self._entries, f"slot {slot} already has an entry"
-        siblings = self._children.get(parent, {})
-        if key is not None and key in self._slot_of:
-            return None
         replaced = []
-        for other in siblings.values():
+        for other in self._children.get(parent, {}).values():
             rows = common_rows(other.tokens, tokens)
             if rows == len(tokens):
                 return None

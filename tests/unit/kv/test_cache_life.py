@@ -161,6 +161,22 @@ class TestHits:
             driver.run(tokens)
         assert driver.run([1, 2, 3, 4, 5]).cached == 3
 
+    def test_the_source_of_a_copy_is_not_the_next_to_be_reused(self):
+        driver = full_cache(5)
+        for name in (1, 2, 3, 4):
+            driver.run(prompt(name, 3))
+        # The oldest entry is hit; the slot for the copy comes from the second oldest.
+        assert driver.run([*prompt(1, 3), 9, 9, 9]).cached == 3
+        assert driver.match(driver.job([*prompt(1, 3), 8])).tokens == 3
+
+    def test_the_source_of_a_copy_is_taken_over_where_nothing_else_is_free(self):
+        driver = full_cache(3)
+        driver.run(prompt(1, 6))
+        first = driver.job([*prompt(1, 6), 7])
+        assert driver.admit(first)
+        assert first.cached == 6 and driver.copies == [] and driver.free() == driver.cached() == 0
+        driver.prefill(first)
+
     def test_a_superseded_partial_block_does_not_come_back(self):
         """vllm-project/vllm#49125: 1.5 blocks are cached, then filled to 2; the 1.5-block entry must not revive."""
         driver = full_cache()
