@@ -29,16 +29,17 @@ class MaskTables:
         """
         causal = num_keys > ahead + 1
         edge = window is not None and ahead + Q_BLOCK > window
-        if not causal and not edge and limit >= num_keys:
-            return None
-        if causal or not edge:
-            first = -ahead
+        if causal:
             table, table_first = self._table("both" if edge else "causal", window if edge else None, device)
-        else:
+            mask = table[:, -ahead - table_first :][:, :num_keys]
+        elif edge:
             assert window is not None
-            first = window - ahead
             table, table_first = self._table("edge", None, device)
-        mask = table[:, first - table_first :][:, :num_keys]
+            mask = table[:, window - ahead - table_first :][:, :num_keys]
+        elif limit < num_keys:
+            mask = torch.zeros(Q_BLOCK, num_keys, dtype=torch.float32, device=device)
+        else:
+            return None
         assert mask.shape[1] == num_keys
         if limit < num_keys:
             mask = mask.clone()
