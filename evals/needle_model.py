@@ -27,6 +27,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from longctx.evals.needle_prompt import BOS, EOS, NONE, NeedleVocab
 
@@ -55,6 +56,7 @@ class NeedleModel:
         num_fillers: int = 32,
     ) -> None:
         self.vocab = NeedleVocab(num_keys, num_values, num_fillers)
+        self._head_dim, self._num_kv_heads = head_dim, num_kv_heads
         self._still = _still_dims(head_dim, max_positions)
         if len(self._still) < _CODE_BITS + 1:
             raise ValueError(
@@ -91,7 +93,7 @@ class NeedleModel:
     def max_angle(self) -> float:
         """Radians by which the fastest dimension in use turns over all positions."""
         pair = self._still[0]
-        return self.config.max_position_embeddings * _ROPE_THETA ** (-2 * pair / self.config.head_dim)
+        return self.config.max_position_embeddings * _ROPE_THETA ** (-2 * pair / self._head_dim)
 
     def make_prompt(self, length: int, needles: Mapping[int, float], seed: int = 0) -> list[int]:
         """A haystack of `length` tokens with a pair for each key at its depth; see `NeedleVocab.make_prompt`."""
@@ -122,9 +124,10 @@ class NeedleModel:
             parameter.fill_(1.0 if parameter.dim() == 1 else 0.0)  # norms pass their input on, everything else is off
         model.model.embed_tokens.weight.copy_(self._embeddings())
         attention = model.model.layers[0].self_attn
+        assert isinstance(attention, LlamaAttention)
         for head in range(self.config.num_attention_heads):
             self._set_query_head(attention, head)
-        for head in range(self.config.num_key_value_heads):
+        for head in range(self._num_kv_heads):
             self._set_kv_head(attention, head)
         model.lm_head.weight.copy_(self._head())
         return model
@@ -144,10 +147,10 @@ class NeedleModel:
         weight[:, at["norm"]] = (self.config.hidden_size - weight.square().sum(1)).sqrt()
         return weight
 
-    def _set_query_head(self, attention: torch.nn.Module, head: int) -> None:
+    def _set_query_head(self, attention: LlamaAttention, head: int) -> None:
         """Query: the asked key's code and the sink. Output: how well what came back matches each value's code."""
-        dim, at = self.config.head_dim, self._at
-        kv_head = head * self.config.num_key_value_heads // self.config.num_attention_heads
+        dim, at = self._head_dim, self._at
+        kv_head = head * self._num_kv_heads // self.config.num_attention_heads
         rows = head * dim + self._still
         scale = dim**0.5
         codes = self._dealt(self._key_codes, kv_head)
@@ -157,8 +160,8 @@ class NeedleModel:
         read = slice(at["read"], at["read"] + len(values))
         attention.o_proj.weight[read, head * dim : (head + 1) * dim] = values / (dim * self.config.num_attention_heads)
 
-    def _set_kv_head(self, attention: torch.nn.Module, head: int) -> None:
-        dim, at = self.config.head_dim, self._at
+    def _set_kv_head(self, attention: LlamaAttention, head: int) -> None:
+        dim, at = self._head_dim, self._at
         rows = head * dim + self._still
         codes, values = self._dealt(self._key_codes, head), self._dealt(self._value_codes, head)
         attention.k_proj.weight[rows[1:], at["offer"] : at["offer"] + len(codes)] = codes.T
