@@ -84,7 +84,7 @@ def main() -> int:
     start_s = time.perf_counter()
     say(stderr_console(), f"loading {MODEL} (fetched and converted the first time)")
     with Meter(stderr_console()) as meter:
-        llm = LLM(MODEL, progress=LoadProgress(meter))
+        llm = LLM(MODEL, progress=LoadProgress(meter), max_running=1)
     with llm:
         document = build_document(llm)
         print(f"\nA document of {DOCUMENT_TOKENS:,} tokens, {len(document):,} characters, with two facts in it.")
