@@ -124,7 +124,7 @@ def run_job(job: Job, console: Console) -> int:
             llm.engine.make_request(ids, params)
         longest = max(range(len(prompts)), key=lambda i: len(prompts[i]))
         say(console, plan_line(llm, len(prompts[longest]), all_params[longest].max_tokens or 1))
-        answers = []
+        answers: list[Answer] = []
         for question, ids, params in zip(job.questions or (None,), prompts, all_params, strict=True):
             if question is not None:
                 say(console, f"question {len(answers) + 1} of {len(job.questions)}: {question.strip()}")
@@ -161,11 +161,12 @@ def answer(
 ) -> Answer:
     """Run one request to its end, showing progress, and its text as it comes unless `quiet`.
 
-    Where the text itself is seen growing it is its own progress. Ctrl-C cancels; the answer then ends early.
+    Where the text itself is seen growing it is its own progress, and so it is where text and progress may end up in one
+    file. Ctrl-C cancels; the answer then ends early.
     """
     subscription = llm.start(ids, params)
     request = subscription.request
-    text_is_seen = not quiet and sys.stdout.isatty()
+    text_is_progress = not quiet and (sys.stdout.isatty() or not console.is_terminal)
     first_s, tokens, end = 0.0, 0, None
 
     def cancel() -> None:
@@ -179,7 +180,7 @@ def answer(
             elif isinstance(event, TokenEvent):
                 now_s = time.perf_counter()
                 first_s, tokens = first_s or now_s, tokens + 1
-                if text_is_seen:
+                if text_is_progress:
                     meter.close()
                 else:
                     progress.decode(tokens, params.max_tokens or 0, now_s - first_s)
