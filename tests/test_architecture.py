@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -228,3 +229,10 @@ def test_structures_page_names_every_module() -> None:
         if file.name != "__init__.py" and f"`{(path := str(file.relative_to(ROOT)))}`" not in page
     ]
     assert not missing, f"docs/structures.md has no line for: {', '.join(missing)}"
+
+
+def test_structures_page_names_no_module_that_is_gone() -> None:
+    page = (ROOT / "docs" / "structures.md").read_text()
+    named = re.findall(r"^- `([\w/]+\.py)`", page, re.MULTILINE)
+    assert len(named) == len(set(named))
+    assert [path for path in named if not (ROOT / path).is_file()] == []
