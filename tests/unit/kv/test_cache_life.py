@@ -166,8 +166,8 @@ class TestHits:
         for name in (1, 2, 3, 4):
             driver.run(prompt(name, 3))
         # The oldest entry is hit; the slot for the copy comes from the second oldest.
-        assert driver.run([*prompt(1, 3), 9, 9, 9]).cached == 3
-        assert driver.match(driver.job([*prompt(1, 3), 8])).tokens == 3
+        assert driver.admit(driver.job([*prompt(1, 3), 9, 9, 9]))
+        assert [driver.match(driver.job([*prompt(n, 3), 8])).tokens for n in (1, 2, 3)] == [3, 0, 3]
 
     def test_the_source_of_a_copy_is_taken_over_where_nothing_else_is_free(self):
         driver = full_cache(3)
