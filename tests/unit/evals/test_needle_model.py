@@ -211,11 +211,11 @@ def test_saved_folder_loads_with_tokenizer(tmp_path):
 def test_prompts():
     needle = NeedleModel()
     pairs = range(needle.vocab.pair(0, 0), needle.vocab.filler(0))
-    ids = needle.make_prompt(100, {1: 0.0, 2: 0.5, 3: 1.0}, seed=1)
-    assert len(ids) == 100
-    places = [i for i, token in enumerate(ids) if token in pairs]
-    assert places[0] == 1 and abs(places[1] - 50) <= 1 and places[2] == 99
-    assert ids == needle.make_prompt(100, {1: 0.0, 2: 0.5, 3: 1.0}, seed=1) != needle.make_prompt(100, {1: 0.0}, seed=2)
+    depths = {1: 0.0, 2: 0.5, 3: 0.9, 4: 1.0}
+    ids = needle.make_prompt(102, depths, seed=1)
+    assert len(ids) == 102
+    assert [i for i, token in enumerate(ids) if token in pairs] == [1, 51, 91, 101]
+    assert ids == needle.make_prompt(102, depths, seed=1) != needle.make_prompt(102, depths, seed=2)
     crowded = needle.make_prompt(33, dict.fromkeys(range(32), 1.0))
     assert crowded[0] == 0 and all(token in pairs for token in crowded[1:]), "each moves to the nearest free place"
     assert needle.make_prompt(2, {0: 0.5})[1] in pairs
