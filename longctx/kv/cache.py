@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from longctx.kv.group_cache import GroupCache
 from longctx.kv.groups import LayerGroup
-from longctx.kv.index import BlockIndex, common_rows
-from longctx.kv.match import GroupMatch, Match, Matcher, first_visible
-from longctx.kv.pool import NULL_SLOT, SlotPool
+from longctx.kv.match import Match, Matcher
 from longctx.kv.table import BlockTable, KeyChain
 from longctx.offload.key import BlockKey
 from longctx.step import CopyRows
@@ -55,12 +54,11 @@ class KVCache:
     ):
         assert len(groups) == len(num_slots) > 0 and block_tokens > 0 and max_chunk_tokens > 0
         self._block_tokens = block_tokens
-        self._max_chunk = max_chunk_tokens
-        self._tail_every = max(1, tail_every // block_tokens) * block_tokens
-        self._windows = tuple(group.window for group in groups)
-        self._indexes = tuple(BlockIndex() for _ in groups)
-        self._pools = tuple(SlotPool(n, index.drop) for n, index in zip(num_slots, self._indexes, strict=True))
-        self._matcher = Matcher(self._indexes, self._windows, block_tokens)
+        self._groups = tuple(
+            GroupCache(g, group.window, slots, block_tokens, max_chunk_tokens, tail_every)
+            for g, (group, slots) in enumerate(zip(groups, num_slots, strict=True))
+        )
+        self._matcher = Matcher([g.index for g in self._groups], [g.window for g in self._groups], block_tokens)
         self._pending: dict[BlockKey, str] = {}
         self._live: dict[str, BlockTable] = {}
         self._epoch = 0
@@ -81,7 +79,7 @@ class KVCache:
 
     def slots_needed(self, num_tokens: int) -> tuple[int, ...]:
         """The most slots of each group that one request of `num_tokens` tokens ever holds."""
-        return tuple(self._need(window, num_tokens) for window in self._windows)
+        return tuple(group.need(num_tokens) for group in self._groups)
 
     def fits(self, match: Match, num_tokens: int, *, reserve: int = 0) -> bool:
         """Could a request with this match be admitted now and get slots for `num_tokens` tokens?
@@ -90,30 +88,18 @@ class KVCache:
         groups the most it will hold must fit beside what was promised to the running requests: blocks that they share
         with it may stay with them when it lets go.
         """
-        for pool, window, hit, group in zip(
-            self._pools, self._windows, match.groups, range(len(self._pools)), strict=True
-        ):
-            need = self._need(window, num_tokens)
-            if window is None:
-                if need - len(hit.shared) > pool.num_free - _num_free(pool, hit.shared) - reserve:
-                    return False
-            elif need > pool.num_usable - sum(table.reserved[group] for table in self._live.values()):
-                return False
-        return True
+        promised = [sum(table.columns[g].promised for table in self._live.values()) for g in range(len(self._groups))]
+        return all(
+            group.fits(hit, num_tokens, reserve, p)
+            for group, hit, p in zip(self._groups, match.groups, promised, strict=True)
+        )
 
     def stats(self) -> list[CacheStats]:
+        pools = [group.pool for group in self._groups]
         return [
             CacheStats(g, p.num_usable, p.num_free - p.num_cached, p.num_usable - p.num_free, p.num_cached)
-            for g, p in enumerate(self._pools)
+            for g, p in enumerate(pools)
         ]
-
-    def _need(self, window: int | None, num_tokens: int) -> int:
-        blocks = -(-num_tokens // self._block_tokens)
-        return blocks if window is None else min(blocks, self._window_blocks(window, self._max_chunk))
-
-    def _window_blocks(self, window: int, chunk: int) -> int:
-        """Blocks that a chunk and the window before it can touch, wherever the chunk begins."""
-        return -(-(window + chunk - 2) // self._block_tokens) + 1
 
     # -- the life of a table -------------------------------------------------------------------------------------
 
@@ -128,13 +114,12 @@ class KVCache:
         """
         assert request_id not in self._live, f"request {request_id} is already running"
         assert num_tokens > match.tokens and chain.num_tokens >= num_tokens, "a token must be left to compute"
-        self._check_match(chain, match)
+        for group in self._groups:
+            group.check_hit(chain, match)
         table = BlockTable(
-            request_id, chain, len(self._pools), num_prompt_tokens=num_tokens, cacheable=cacheable, epoch=self._epoch
+            request_id, chain, len(self._groups), num_prompt_tokens=num_tokens, cacheable=cacheable, epoch=self._epoch
         )
-        copies: list[CopyRows] = []
-        for group, hit in enumerate(match.groups):
-            copies.extend(self._take_hit(table, group, hit, match.partial))
+        copies = [copy for group in self._groups for copy in group.take_hit(table, match)]
         table.num_computed = match.tokens
         table.num_shared = table.num_published = match.full_blocks
         last = num_tokens // self._block_tokens
@@ -150,10 +135,10 @@ class KVCache:
         """Allocate slots for all positions below `num_tokens`; False, and nothing is changed, if slots are short."""
         wanted = -(-num_tokens // self._block_tokens)
         missing = [max(0, wanted - len(column)) for column in table.columns]
-        if any(n > pool.num_free for n, pool in zip(missing, self._pools, strict=True)):
+        if any(n > group.pool.num_free for n, group in zip(missing, self._groups, strict=True)):
             return False
-        for column, pool, n in zip(table.columns, self._pools, missing, strict=True):
-            column.extend([pool.take() for _ in range(n)])
+        for column, group, n in zip(table.columns, self._groups, missing, strict=True):
+            column.extend([group.pool.take() for _ in range(n)])
         return True
 
     def commit(self, table: BlockTable, num_computed: int) -> None:
@@ -167,14 +152,13 @@ class KVCache:
         assert table.num_computed <= num_computed <= min(table.chain.num_tokens, table.num_blocks * self._block_tokens)
         for block in range(table.num_published, full):
             if self._publishes(table):
-                key = table.chain.key(block)
-                for group in range(len(self._pools)):
-                    self._publish(table, group, block, self._block_tokens, key)
+                for group in self._groups:
+                    group.publish(table, block, table.chain.tokens(block), table.chain.key(block))
             self._drop_pending(table, block)
         table.num_computed = num_computed
         table.num_published = full
-        for group in range(len(self._pools)):
-            self._slide(table, group)
+        for group in self._groups:
+            group.slide(table)
 
     def keep_border(self, table: BlockTable, tokens: int) -> None:
         """Another request will go on from this table's first `tokens` tokens: keep the window tail before them."""
@@ -192,24 +176,24 @@ class KVCache:
         publishes = self._publishes(table)
         rows = table.num_computed % self._block_tokens
         if publishes and cache and rows:
-            for group in range(len(self._pools)):
-                self._publish(table, group, table.num_published, rows, None)
-        for group in range(len(self._pools)):
-            for slot in reversed(table.held(group)):
-                self._pools[group].release(slot, slot in self._indexes[group])
+            tokens = table.chain.tokens(table.num_published)[:rows]
+            for group in self._groups:
+                group.publish(table, table.num_published, tokens, None)
+        for group in self._groups:
+            group.release(table)
         del self._live[table.request_id]
         if publishes and not cache:
-            self._forget_own(table)
+            for block in range(table.num_shared, table.num_published):
+                for group in self._groups:
+                    group.forget_unheld(table.chain.key(block))
 
     def clear(self) -> None:
         """Forget all content, as when the weights were changed in place.
 
         What running requests hold stays with them, but is found no more, and they publish nothing from now on.
         """
-        for pool, index in zip(self._pools, self._indexes, strict=True):
-            for slot in list(index.slots()):
-                index.drop(slot)
-                pool.forget(slot)
+        for group in self._groups:
+            group.clear()
         self._pending.clear()
         self._epoch += 1
 
@@ -218,40 +202,10 @@ class KVCache:
     def _check_live(self, table: BlockTable) -> None:
         assert self._live.get(table.request_id) is table, f"the table of request {table.request_id} was released"
 
-    def _check_match(self, chain: KeyChain, match: Match) -> None:
-        for pool, index, window, hit in zip(self._pools, self._indexes, self._windows, match.groups, strict=True):
-            for block, slot in enumerate(hit.shared, start=hit.first):
-                assert index.find(chain.key(block)) == slot, f"slot {slot} is no longer what was matched"
-            if match.partial and window != 1:
-                tokens = chain.tokens(match.full_blocks)
-                assert hit.source in index, f"slot {hit.source} is no longer what was matched"
-                entry = index.entry(hit.source)
-                rows = common_rows(entry.tokens, tokens) if entry.parent == chain.parent(match.full_blocks) else 0
-                assert rows >= match.partial, f"slot {hit.source} is no longer what was matched"
-                assert pool.num_free > _num_free(pool, hit.shared), "admitted although it does not fit"
-
-    def _take_hit(self, table: BlockTable, group: int, hit: GroupMatch, rows: int) -> list[CopyRows]:
-        pool, column, window = self._pools[group], table.columns[group], self._windows[group]
-        for slot in hit.shared:
-            pool.acquire(slot)
-        column.extend([NULL_SLOT] * hit.first + list(hit.shared))
-        table.first_held[group] = hit.first
-        if window is not None:
-            # A short prompt may still decode until it fills a window.
-            need = self._need(window, table.chain.num_tokens)
-            table.reserved[group] = max(need, self._window_blocks(window, 1))
-        if not rows or window == 1:
-            return []
-        pool.touch(hit.source)
-        own = pool.take()
-        column.extend([own])
-        # Where nothing else was free, the entry itself was handed out, rows and all.
-        return [] if own == hit.source else [CopyRows(group, hit.source, own, rows)]
-
     def _mark_pending(self, table: BlockTable) -> None:
         for block in range(table.num_shared, table.num_prompt_tokens // self._block_tokens):
             key = table.chain.key(block)
-            if any(index.find(key) is None for index in self._indexes):
+            if any(group.index.find(key) is None for group in self._groups):
                 self._pending.setdefault(key, table.request_id)
 
     def _drop_pending(self, table: BlockTable, block: int) -> None:
@@ -261,51 +215,6 @@ class KVCache:
     def _publishes(self, table: BlockTable) -> bool:
         return table.cacheable and table.epoch == self._epoch
 
-    def _publish(self, table: BlockTable, group: int, block: int, rows: int, key: BlockKey | None) -> None:
-        """Make the first `rows` tokens of a block findable, unless another slot already shows them."""
-        if block >= len(table.columns[group]):
-            return
-        pool, index = self._pools[group], self._indexes[group]
-        tokens = table.chain.tokens(block)[:rows]
-        replaced = index.add(table.columns[group][block], table.chain.parent(block), tokens, key)
-        if replaced is not None:
-            for slot in replaced:
-                pool.forget(slot)
-        elif key is not None:
-            # Two requests computed the same block; the first one's stays the entry, and was just useful again.
-            first = index.find(key)
-            assert first is not None
-            pool.touch(first)
-
-    def _slide(self, table: BlockTable, group: int) -> None:
-        window, column = self._windows[group], table.columns[group]
-        first = min(first_visible(window, table.num_computed, self._block_tokens), len(column))
-        pool, index = self._pools[group], self._indexes[group]
-        for block in range(table.first_held[group], first):
-            slot = column[block]
-            mine = block >= table.num_shared and pool.refs(slot) == 1
-            if mine and slot in index and not self._is_kept(table, window, block):
-                index.drop(slot)
-            pool.release(slot, slot in index)
-            column.clear(block)
-        table.first_held[group] = first
-
-    def _is_kept(self, table: BlockTable, window: int | None, block: int) -> bool:
-        start = block * self._block_tokens
-        periodic = (start // self._tail_every + 1) * self._tail_every
-        return any(
-            start < border and first_visible(window, border, self._block_tokens) <= block
-            for border in (periodic, *table.borders)
-        )
-
-    def _forget_own(self, table: BlockTable) -> None:
-        for block in range(table.num_shared, table.num_published):
-            for pool, index in zip(self._pools, self._indexes, strict=True):
-                slot = index.find(table.chain.key(block))
-                if slot is not None and pool.refs(slot) == 0:
-                    index.drop(slot)
-                    pool.forget(slot)
-
     # -- checking ------------------------------------------------------------------------------------------------
 
     def check_integrity(self, tables: Iterable[BlockTable]) -> None:
@@ -313,40 +222,11 @@ class KVCache:
         tables = list(tables)
         assert {id(t) for t in tables} == {id(t) for t in self._live.values()}, "not the tables that are running"
         for table in tables:
-            self._check_table(table)
-        for group, (pool, index) in enumerate(zip(self._pools, self._indexes, strict=True)):
-            held: dict[int, int] = {}
-            for table in tables:
-                for slot in table.held(group):
-                    held[slot] = held.get(slot, 0) + 1
-            index.check_integrity(self._block_tokens)
-            pool.check_integrity(held, set(index.slots()))
-            for slot in index.slots():
-                partial = index.entry(slot).key is None
-                assert not (partial and slot in held), f"slot {slot} is held and findable as a partial block"
+            computed = table.num_computed // self._block_tokens
+            assert table.num_published == computed, f"request {table.request_id} published blocks it did not compute"
+        for group in self._groups:
+            group.check_integrity(tables, self._epoch)
         for key, owner in self._pending.items():
             table = self._live[owner]
             blocks = range(table.num_published, table.num_prompt_tokens // self._block_tokens)
             assert key in {table.chain.key(b) for b in blocks}, f"request {owner} will not compute a pending block"
-
-    def _check_table(self, table: BlockTable) -> None:
-        name = f"request {table.request_id}"
-        assert table.num_published == table.num_computed // self._block_tokens, f"{name}: published is not computed"
-        for group, (column, window) in enumerate(zip(table.columns, self._windows, strict=True)):
-            pool, index = self._pools[group], self._indexes[group]
-            first = min(first_visible(window, table.num_computed, self._block_tokens), len(column))
-            assert table.first_held[group] == first, f"{name}: group {group} holds from block {table.first_held[group]}"
-            if window is not None:
-                most = self._window_blocks(window, self._max_chunk)
-                assert len(column) - first <= most, f"{name}: group {group} holds {len(column) - first} blocks"
-            for block, slot in enumerate(column.tolist()):
-                assert (slot == NULL_SLOT) == (block < first), f"{name}: block {block} is slot {slot}"
-                if slot in index:
-                    assert block < table.num_published, f"slot {slot} is findable before it is computed"
-                    assert index.entry(slot).key == table.chain.key(block), f"slot {slot} is found as another block"
-                elif table.epoch == self._epoch:
-                    assert pool.refs(slot) <= 1, f"slot {slot} is shared but not findable"
-
-
-def _num_free(pool: SlotPool, slots: Iterable[int]) -> int:
-    return sum(pool.refs(slot) == 0 for slot in slots)

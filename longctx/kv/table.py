@@ -54,10 +54,15 @@ class KeyChain:
         return self._blocks[i]
 
 
-class SlotList:
-    """The slots of one group's blocks in order: appended at the end, replaced by the null slot when they slide out."""
+class Column:
+    """One group's slots, block by block: appended at the end, replaced by the null slot when they slide out.
+
+    Blocks below `first_held` are null. `promised` is how many slots of a window group admission keeps for this request.
+    """
 
     def __init__(self) -> None:
+        self.first_held = 0
+        self.promised = 0
         self._buffer = np.zeros(16, dtype=np.int64)
         self._length = 0
 
@@ -87,14 +92,17 @@ class SlotList:
     def tolist(self) -> list[int]:
         return self._buffer[: self._length].tolist()
 
+    def held(self) -> list[int]:
+        """The slots that are referenced."""
+        return self._buffer[self.first_held : self._length].tolist()
+
 
 class BlockTable:
     """The slots of one running request, per layer group, and how far they are computed and published.
 
     Written by `KVCache` alone. Blocks [0, num_shared) were hits and belong to everyone, blocks [num_shared, num_blocks)
-    were allocated for this request; blocks [0, num_published) are complete and findable. In a window group the blocks
-    below `first_held` are null. `borders` are token counts before which the window groups' blocks are kept as cache
-    entries; `reserved` is how many slots of each window group admission promised to this request.
+    were allocated for this request; blocks [0, num_published) are complete and findable. `borders` are token counts
+    before which the window groups' blocks are kept as cache entries.
     """
 
     def __init__(
@@ -109,9 +117,7 @@ class BlockTable:
     ):
         self.request_id = request_id
         self.chain = chain
-        self.columns = tuple(SlotList() for _ in range(num_groups))
-        self.first_held = [0] * num_groups
-        self.reserved = [0] * num_groups
+        self.columns = tuple(Column() for _ in range(num_groups))
         self.num_prompt_tokens = num_prompt_tokens
         self.num_computed = 0
         self.num_shared = 0
@@ -128,10 +134,6 @@ class BlockTable:
     @property
     def slots(self) -> list[list[int]]:
         return [column.tolist() for column in self.columns]
-
-    def held(self, group: int) -> list[int]:
-        """The slots of one group that this request references."""
-        return self.columns[group].tolist()[self.first_held[group] :]
 
     def arrays(self) -> tuple[np.ndarray, ...]:
         """One int64 array per group, as a step wants them; later changes of the table do not reach them."""

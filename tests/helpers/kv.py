@@ -108,7 +108,7 @@ class CacheDriver:
         for group, table in enumerate(tables):
             for p in range(start, start + n):
                 slot = int(table[p // self.block_tokens])
-                assert slot not in self.cache._indexes[group], f"slot {slot} is written while it can be found"
+                assert slot not in self.cache._groups[group].index, f"slot {slot} is written while it can be found"
                 self.memory[group][slot, p % self.block_tokens] = job.content_at(p)
         for p in range(start, start + n):
             self._read(job, tables, p)
@@ -180,7 +180,7 @@ class CacheDriver:
 def usable(driver: CacheDriver, job: Job, tokens: int) -> bool:
     """Whether a hit at `tokens` is possible, straight from the definition: every row a query there could read."""
     size = driver.block_tokens
-    for index, window in zip(driver.cache._indexes, driver.windows, strict=True):
+    for index, window in zip([g.index for g in driver.cache._groups], driver.windows, strict=True):
         first = 0 if window is None else max(0, tokens - window + 1)
         for block in range(first // size, -(-tokens // size)) if first < tokens else ():
             wanted = job.tokens[block * size : min(tokens, (block + 1) * size)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from longctx.kv.table import BlockTable, KeyChain, SlotList
+from longctx.kv.table import BlockTable, Column, KeyChain
 from longctx.offload.key import chain_key
 
 ROOT = bytes(32)
@@ -33,7 +33,7 @@ def test_a_blocks_tokens_keep_no_other_block_alive():
 
 
 def test_slots_grow_and_slide():
-    column = SlotList()
+    column = Column()
     for i in range(50):
         column.extend([3 * i + 1, 3 * i + 2])
     column.clear(1)
