@@ -57,7 +57,7 @@ class Request:
     computed_tokens: int = 0
     preemptions: int = 0
     cancelled: bool = False
-    text: str = ""
+    texts: list[str] = field(default_factory=list)
     arrival_s: float = field(default_factory=time.perf_counter)
     start_s: float | None = None
     first_token_s: float | None = None
@@ -100,7 +100,7 @@ class Request:
             reason = "length"
         if reason is not None and not hit:
             text += self._flush()
-        self.text += text
+        self.texts.append(text)
         return TokenEvent(self.id, token_id, text, self.num_output_tokens - 1), reason
 
     def _flush(self) -> str:
@@ -126,6 +126,9 @@ class Request:
     def finish(self, reason: str, now_s: float, error: str | None = None) -> FinishEvent:
         """Close the request and say how it went."""
         self.status = Status.FINISHED
+        if reason in ("cancelled", "error"):
+            # What was held back as a possible stop string, or as half a character, is output after all.
+            self.texts.append(self._flush())
         start_s = self.start_s if self.start_s is not None else now_s
         first_s = self.first_token_s if self.first_token_s is not None else now_s
         cached = self.cached_tokens or 0
@@ -135,7 +138,7 @@ class Request:
         return FinishEvent(
             self.id,
             reason,
-            self.text,
+            "".join(self.texts),
             tuple(self.token_ids[self.num_prompt_tokens :]),
             Usage(self.num_prompt_tokens, self.num_output_tokens, cached, {"g1": cached}),
             Timings(
