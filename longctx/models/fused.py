@@ -1,134 +1,73 @@
-"""Faster stand-ins for the small modules of a loaded model (CPU, fp32): norms and gated MLPs."""
+"""Swaps the small modules of a loaded model for faster ones, where a trial shows that they compute the same."""
 
-# Shape legend: N rows, I in features, M intermediate, D row length.
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
-from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from longctx.models.linears import MIN_ROWS, PackedLinear
-from longctx.models.row_kernels import rms_norm_rows
+from longctx.models.fused_attention import ATTENTIONS, PROBE_TOKENS, FusedAttention, probe
+from longctx.models.fused_rows import ACTIVATIONS, GATED_MLPS, NORMS, FusedMLP, FusedRMSNorm, activation_name
+from longctx.models.linears import PackedLinear
 
-_LLAMA_LIKE = ("Llama", "Qwen2", "Qwen3", "Mistral", "SmolLM3", "Granite", "Olmo2", "Qwen3Moe")
-PLAIN_NORMS = frozenset(f"{family}RMSNorm" for family in (*_LLAMA_LIKE, "Phi3", "Mixtral", "GptOss"))
-OFFSET_NORMS = frozenset({"Gemma2RMSNorm", "Gemma3RMSNorm"})
-"""These scale by 1 + weight."""
-GATED_MLPS = frozenset(f"{family}MLP" for family in (*_LLAMA_LIKE, "Gemma2", "Gemma3"))
-
-_ACTIVATIONS = {"silu": ("swish", ""), "gelu_pytorch_tanh": ("gelu", "tanh")}
-_TRIAL_ROWS = 9
+_TRIAL_ROWS = PROBE_TOKENS
+_FEWER_ROWS = (1, 2, 3, 5, 8)
 _TRIAL_TOLERANCE = 1e-5
+
+Fused = FusedAttention | FusedMLP | FusedRMSNorm
 
 
 @dataclass(frozen=True)
 class FuseReport:
-    """How many modules of each class were replaced, and why others of the allowed classes were not."""
+    """How many modules of each class were replaced, and why those of other known classes were not."""
 
     fused: dict[str, int]
     left: dict[str, str] = field(default_factory=dict)
 
 
-class FusedRMSNorm(nn.Module):
-    """RMS norm in one pass; keeps the source's `weight`. Rows do not depend on each other."""
-
-    def __init__(self, source: nn.Module) -> None:
-        super().__init__()
-        weight: Any = source.weight
-        self.weight = weight
-        self.in_features = int(weight.shape[0])
-        is_offset = type(source).__name__ in OFFSET_NORMS
-        self.eps = float(source.eps if is_offset else source.variance_epsilon)  # type: ignore[arg-type]
-        self._scale_D = np.ascontiguousarray((weight.detach() + 1.0 if is_offset else weight.detach()).numpy())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., D] to [..., D]."""
-        if x.ndim == 4 and not x.is_contiguous():
-            # Heads arrive as a transposed view of token-major rows: normalize those in place of a copy.
-            return self._rows(x.transpose(1, 2).contiguous()).transpose(1, 2)
-        return self._rows(x.contiguous())
-
-    def _rows(self, x: torch.Tensor) -> torch.Tensor:
-        out = torch.empty_like(x)
-        rms_norm_rows(
-            x.view(-1, self.in_features).numpy(), self._scale_D, self.eps, out.view(-1, self.in_features).numpy()
-        )
-        return out
-
-    def extra_repr(self) -> str:
-        return f"{self.in_features}, eps={self.eps}"
-
-
-class FusedMLP(nn.Module):
-    """down(act(gate(x)) * up(x)), with the activation and the product inside oneDNN's matrix products."""
-
-    def __init__(self, source: nn.Module) -> None:
-        super().__init__()
-        self.gate_proj: PackedLinear = source.gate_proj  # type: ignore[assignment]
-        self.up_proj: PackedLinear = source.up_proj  # type: ignore[assignment]
-        self.down_proj: PackedLinear = source.down_proj  # type: ignore[assignment]
-        self.in_features = self.gate_proj.in_features
-        self._activation, self._algorithm = _ACTIVATIONS[_activation_name(source)]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., I] to [..., I]."""
-        rows = x.numel() // self.gate_proj.in_features
-        if rows >= MIN_ROWS:
-            return self._rows(x)
-        if rows == 0:
-            return torch.empty_like(x)
-        # Padded once here instead of three times in the linears.
-        x_NI = x.reshape(rows, -1)
-        x_NI = x_NI.expand(MIN_ROWS, -1).contiguous() if rows == 1 else F.pad(x_NI, (0, 0, 0, MIN_ROWS - rows))
-        return self._rows(x_NI)[:rows].view(x.shape)
-
-    def _rows(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_proj, self.up_proj
-        hidden = torch.ops.mkldnn._linear_pointwise(x, gate.packed, gate.bias, self._activation, [], self._algorithm)
-        hidden = torch.ops.mkldnn._linear_pointwise.binary(x, hidden, up.packed, up.bias, "mul")
-        return self.down_proj(hidden)
-
-
-Fused = FusedRMSNorm | FusedMLP
-
-_BUILDERS: dict[str, Callable[[nn.Module], Fused]] = {
-    **dict.fromkeys(PLAIN_NORMS | OFFSET_NORMS, FusedRMSNorm),
-    **dict.fromkeys(GATED_MLPS, FusedMLP),
-}
-
-
 def fuse(model: PreTrainedModel) -> FuseReport:
-    """Replace modules of the classes known here where a trial on random rows agrees with the module itself.
+    """Replace attention modules, gated MLPs and norms of the classes known here; unknown classes stay.
 
-    Call it after `pack_linears`: MLPs whose linears are not packed stay as they are, as does every unknown class.
+    Call it after `pack_linears`: without packed linears only norms are replaced. The first replacement of each shape
+    is compared with the module it stands for on random rows, and its rows must not depend on their number; else that
+    class stays as it is.
     """
     fused: Counter[str] = Counter()
     left: dict[str, str] = {}
     agreed: set[str] = set()
-    for name, module in list(model.named_modules()):
-        kind = type(module).__name__
-        if kind not in _BUILDERS or kind in left:
-            continue
-        if reason := _unsuited(module):
-            left[kind] = reason
-            continue
-        replacement = _BUILDERS[kind](module)
-        signature = kind + repr(module)  # shapes and settings, so that equal layers are tried once
-        if signature not in agreed:
-            if reason := _trial(module, replacement):
-                left[kind] = reason
+    # Attention first: it takes in the norms of its heads, which must still be the source's own.
+    for kinds, build in ((ATTENTIONS, FusedAttention), (GATED_MLPS, FusedMLP), (NORMS, FusedRMSNorm)):
+        for name, module in list(model.named_modules()):
+            kind = type(module).__name__
+            if kind not in kinds or kind in left:
                 continue
-            agreed.add(signature)
-        setattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], replacement)
-        fused[kind] += 1
+            if reason := _replace(model, name, build, agreed):
+                left[kind] = reason
+            else:
+                fused[kind] += 1
     return FuseReport(dict(fused), left)
+
+
+@torch.no_grad()
+def _replace(model: PreTrainedModel, name: str, build: Callable[[nn.Module], Fused], agreed: set[str]) -> str:
+    """Put a replacement in the place of a module; the reason if that cannot be."""
+    owner, leaf = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
+    module = getattr(owner, leaf)
+    if reason := _unsuited(module):
+        return reason
+    replacement = build(module).train(module.training)
+    shape = type(module).__name__ + repr(replacement)
+    if shape not in agreed:
+        trial = _attention_trial if isinstance(replacement, FusedAttention) else _trial
+        if reason := trial(module, replacement):
+            return reason
+        agreed.add(shape)
+    setattr(owner, leaf, replacement)
+    return ""
 
 
 def _unsuited(module: nn.Module) -> str:
@@ -136,26 +75,38 @@ def _unsuited(module: nn.Module) -> str:
     for parameter in module.parameters():
         if parameter.dtype != torch.float32 or parameter.device.type != "cpu":
             return f"needs fp32 on the CPU, not {parameter.dtype} on {parameter.device}"
-    if type(module).__name__ in GATED_MLPS:
-        if not all(isinstance(linear, PackedLinear) for linear in module.children() if hasattr(linear, "in_features")):
-            return "its linears are not packed"
-        if _activation_name(module) not in _ACTIVATIONS:
-            return f"activation {_activation_name(module)} is not known"
+    kind = type(module).__name__
+    linears = [child for child in module.children() if hasattr(child, "in_features") and kind not in NORMS]
+    if not all(isinstance(linear, PackedLinear) for linear in linears):
+        return "its linears are not packed"
+    if kind in GATED_MLPS and activation_name(module) not in ACTIVATIONS:
+        return f"activation {activation_name(module)} is not known"
     return ""
 
 
-def _activation_name(mlp: nn.Module) -> str:
-    config: Any = mlp.config
-    return getattr(config, "hidden_activation", None) or config.hidden_act
-
-
-@torch.no_grad()
 def _trial(module: nn.Module, replacement: Fused) -> str:
-    """What sets the replacement apart from the module, beyond rounding, on a few random rows."""
+    """What sets the replacement apart from the module, beyond rounding, on random rows."""
     x = torch.randn(_TRIAL_ROWS, replacement.in_features, generator=torch.Generator().manual_seed(0))
-    expected, ours = module(x), replacement(x)
-    if not torch.allclose(ours, expected, rtol=0, atol=_TRIAL_TOLERANCE * float(expected.abs().max())):
+    ours = replacement(x)
+    if not _close(ours, module(x)):
         return "a trial gave other values"
-    if not all(torch.equal(replacement(x[:rows]), ours[:rows]) for rows in range(1, _TRIAL_ROWS)):
+    if not all(torch.equal(replacement(x[:rows]), ours[:rows]) for rows in _FEWER_ROWS):
         return "in a trial rows depended on their number"
     return ""
+
+
+def _attention_trial(module: nn.Module, replacement: Fused) -> str:
+    theirs, their_settings = probe(module, _TRIAL_ROWS)
+    ours, our_settings = probe(replacement, _TRIAL_ROWS)
+    if our_settings != their_settings or not all(_close(a, b) for a, b in zip(ours, theirs, strict=True)):
+        return "a trial gave other values"
+    for rows in _FEWER_ROWS:
+        *heads, out = probe(replacement, rows)[0]
+        pairs = [*zip(heads, (tensor[:, :, :rows] for tensor in ours), strict=False), (out, ours[-1][:, :rows])]
+        if not all(torch.equal(a, b) for a, b in pairs):
+            return "in a trial rows depended on their number"
+    return ""
+
+
+def _close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    return torch.allclose(ours, theirs, rtol=0, atol=_TRIAL_TOLERANCE * float(theirs.abs().max()))

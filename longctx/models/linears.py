@@ -48,13 +48,22 @@ class PackedLinear(nn.Module):
         leading = x.shape[:-1]
         if rows == 0:
             return x.new_empty((*leading, self.out_features))
-        x_NI = x.reshape(rows, self.in_features)
-        # A single row repeated is a view, where zeros would be a copy.
-        x_NI = x_NI.expand(MIN_ROWS, -1) if rows == 1 else F.pad(x_NI, (0, 0, 0, MIN_ROWS - rows))
+        x_NI = pad_rows(x.reshape(rows, self.in_features))
         return _linear(x_NI, self.packed, self.bias)[:rows].view(*leading, self.out_features)
+
+    def dense(self) -> torch.Tensor:
+        """A copy of the weight [O, I] in the usual layout."""
+        return self.packed.to_dense()
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+def pad_rows(x_NI: torch.Tensor) -> torch.Tensor:
+    """1 to 3 rows as `MIN_ROWS`; what stands in the added ones does not matter."""
+    if len(x_NI) == 1:
+        return x_NI.expand(MIN_ROWS, -1)  # a view, where zeros would be a copy
+    return F.pad(x_NI, (0, 0, 0, MIN_ROWS - len(x_NI)))
 
 
 def pack_linears(model: PreTrainedModel) -> PackReport:

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from longctx.models import fused
-from longctx.models.fused import FusedMLP, FusedRMSNorm, fuse
+from longctx.models import fused_rows
+from longctx.models.fused import fuse
+from longctx.models.fused_rows import FusedMLP, FusedRMSNorm
 from longctx.models.linears import pack_linears
 from tests.helpers.tiny import TINY, hf_logits, hf_logits64, make_tiny, random_ids
 
@@ -30,6 +31,7 @@ def test_fused_models_keep_their_logits(kind: str) -> None:
     pack_linears(model)
     report = fuse(model)
     assert not report.left
+    assert any("Attention" in name for name in report.fused) == (kind not in ("gpt_oss", "olmo2"))
     assert any("RMSNorm" in name for name in report.fused)
     assert any("MLP" in name for name in report.fused) == (
         kind not in ("phi3_longrope", "mixtral", "qwen3_moe", "gpt_oss")
@@ -108,18 +110,18 @@ def test_a_known_name_with_other_arithmetic_is_left_alone() -> None:
 
 
 def test_rows_that_depend_on_their_number_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = fused.rms_norm_rows
+    real = fused_rows.rms_norm_rows
 
     def uneven(x: Any, scale: Any, eps: float, out: Any) -> None:
         real(x, scale, eps, out)
         out *= 1.0 + 1e-6 * (len(x) == 3)
 
-    monkeypatch.setattr(fused, "rms_norm_rows", uneven)
+    monkeypatch.setattr(fused_rows, "rms_norm_rows", uneven)
     assert "depended on their number" in fuse(make_tiny("llama")).left["LlamaRMSNorm"]
 
 
 def test_plain_linears_and_16_bits_are_left_alone() -> None:
-    assert fuse(make_tiny("llama")).left == {"LlamaMLP": "its linears are not packed"}
+    assert fuse(make_tiny("llama")).left == dict.fromkeys(("LlamaAttention", "LlamaMLP"), "its linears are not packed")
     report = fuse(make_tiny("llama", dtype=torch.bfloat16))
     assert not report.fused and "bfloat16" in report.left["LlamaRMSNorm"]
 
