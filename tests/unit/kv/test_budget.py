@@ -69,11 +69,15 @@ def test_textbook_tiers() -> None:
     assert [round(float(row["load_ms"] or 0)) for row in rows.values()] == [1, 40, 533, 2000]
     assert [row["bytes"] for row in rows.values()] == [4 * GB] * 4
     assert rows["g2"]["break_even_tokens_per_s"] == pytest.approx(100 * GB / 4)
+    two = plan(Demand(10**9 // 2, 2), groups, 5 * GB, tiers=tiers).tiers
+    assert two["g2"] == rows["g2"], "all requests' tokens are loaded, or computed again"
 
 
 def test_textbook_chunks() -> None:
     chunked = plan(Demand(100_000), textbook(), 64 * GB, chunk_tokens=8192)
     assert (chunked.num_chunks, chunked.last_chunk_tokens) == (13, 1_696)
+    whole = plan(Demand(2 * 8192), textbook(), 64 * GB, chunk_tokens=8192)
+    assert (whole.num_chunks, whole.last_chunk_tokens) == (2, 8192)
 
 
 def test_the_json_has_the_fixed_keys_and_is_json() -> None:

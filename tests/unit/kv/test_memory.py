@@ -30,6 +30,7 @@ def test_device_memory_counts_everything_on_the_device() -> None:
 def test_a_fraction_is_exact_in_decimals(fraction: float) -> None:
     words = MemoryWords(device_memory=10**16, memory_fraction=fraction)
     assert kv_limit(words, Fixed(), 1) == round(fraction * 10) * 10**15
+    assert kv_limit(MemoryWords(device_memory=100, memory_fraction=0.29), Fixed(), 1) == 29
 
 
 def test_unasked_the_pool_takes_no_more_than_requests_can_use() -> None:
