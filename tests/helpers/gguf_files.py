@@ -13,6 +13,8 @@ import torch
 from gguf.quants import dequantize, quantize
 from transformers import PreTrainedModel
 
+from longctx.models.empty import embedding_and_head
+
 _LAYER_NAMES = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -83,7 +85,7 @@ def write_gguf(
 
 def round_embedding(model: PreTrainedModel, kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.Q8_0) -> None:
     """Give the model the embedding that its GGUF file holds."""
-    weight = model.get_input_embeddings().weight
+    weight, _ = embedding_and_head(model)
     with torch.no_grad():
         weight.copy_(torch.from_numpy(dequantize(quantize(weight.numpy(), kind), kind)))
 
@@ -131,7 +133,12 @@ def _as_converter_stores(name: str, values: np.ndarray, config: Any) -> np.ndarr
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    add: dict[type, Any] = {
+        bool: writer.add_bool,
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        str: writer.add_string,
+    }
     add.get(type(value), writer.add_array)(key, value)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import shutil
 import threading
@@ -65,7 +66,7 @@ def test_architectures_equal_their_source(kind: str, tmp_path: Path) -> None:
 
 
 def test_gemma3_pattern_thetas_and_window(tmp_path: Path) -> None:
-    """The header lacks the layer pattern and the local theta; a window left out is 512 (huggingface/transformers#31788)."""
+    """The header lacks the layer pattern and the local theta; a window that is left out is 512."""
     model = make_tiny(
         "gemma3_text",
         rope_parameters={
@@ -156,7 +157,7 @@ def test_renamed_and_missing_tensors_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("copy_head", ["absent", "equal", "own"])
 def test_heads_tied_or_own(copy_head: str, tmp_path: Path) -> None:
-    """B132: no output weight means tied; an equal one is tied as well; another one is used (ggml-org/llama.cpp#5824)."""
+    """B132: no output weight means tied, an equal one too; another one is used (ggml-org/llama.cpp#5824)."""
     model = make_tiny("llama", tie_word_embeddings=copy_head != "own")
     round_embedding(model)
     add = {"output.weight": model.model.embed_tokens.weight.numpy()} if copy_head == "equal" else None
@@ -230,7 +231,7 @@ def test_second_load_reads_no_gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     path = write_gguf(tmp_path / "tiny.gguf", make_tiny("llama"))
     seen: list[tuple[str, float, float]] = []
     folder = convert(path, lambda *report: seen.append(report))
-    assert seen[-1][1] == seen[-1][2] and all(a[1] <= b[1] for a, b in zip(seen, seen[1:], strict=False))
+    assert seen[-1][1] == seen[-1][2] and all(a[1] <= b[1] for a, b in itertools.pairwise(seen))
     monkeypatch.setattr(gguf_module, "read_gguf", lambda _: pytest.fail("converted twice"))
     assert convert(path) == folder
 
@@ -262,7 +263,7 @@ def test_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path, monkeypatch: p
     usage = namedtuple("usage", "total used free")
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: usage(1 << 30, 0, 1 << 20))
-        with pytest.raises(ModelError, match="needs 32 MiB and .* has 1 MiB free"):
+        with pytest.raises(ModelError, match=r"needs 32 MiB and .* has 1 MiB free"):
             convert(path)
 
     def full(*_: Any, **__: Any) -> None:
@@ -315,7 +316,7 @@ def test_unknown_architecture_and_experts_are_refused(tmp_path: Path) -> None:
         load_config_only(str(write_gguf(tmp_path / "a.gguf", model, header={"expert_count": 8})))
     with pytest.raises(ModelError, match=r"rotates 8 of 16"):
         load_config_only(str(write_gguf(tmp_path / "b.gguf", model, header={"rope.dimension_count": 8})))
-    with pytest.raises(ModelError, match="lacks the header value 'llama.block_count'"):
+    with pytest.raises(ModelError, match=r"lacks the header value 'llama\.block_count'"):
         load_config_only(str(write_gguf(tmp_path / "c.gguf", model, header={"block_count": None})))
     with pytest.raises(ModelError, match="'granite'"):
         load_config_only(str(write_gguf(tmp_path / "d.gguf", make_tiny("granite"))))

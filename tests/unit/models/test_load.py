@@ -339,6 +339,6 @@ def test_chat_without_a_template_is_refused() -> None:
 def test_corrupt_tokenizer_is_one_line(tmp_path: Path) -> None:
     path = save(tmp_path / "m", make_tiny("llama"))
     (tmp_path / "m" / "tokenizer.json").write_text("{")
-    with pytest.raises(ModelError, match="the tokenizer in .* cannot be read") as caught:
+    with pytest.raises(ModelError, match=r"the tokenizer in .* cannot be read") as caught:
         load_model(path)
     assert "\n" not in str(caught.value)

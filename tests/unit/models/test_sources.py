@@ -33,7 +33,7 @@ def test_folder_with_one_gguf(tmp_path: Path) -> None:
     (tmp_path / "one" / "a.gguf").write_bytes(b"GGUF")
     assert resolve("one").path == Path("one/a.gguf")
     (tmp_path / "one" / "b.gguf").write_bytes(b"GGUF")
-    with pytest.raises(ModelError, match="2 .gguf files"):
+    with pytest.raises(ModelError, match=r"2 \.gguf files"):
         resolve("one")
 
 
