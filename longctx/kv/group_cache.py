@@ -45,7 +45,8 @@ class GroupCache:
     def fits(self, hit: GroupMatch, num_tokens: int, reserve: int, promised: int) -> bool:
         """Is there room for one more request? See `KVCache.fits`; `promised` is the sum over the running ones."""
         if self.window is not None:
-            return self.need(num_tokens) <= self.pool.num_usable - promised
+            need = self.promise(num_tokens) if promised else self.need(num_tokens)
+            return need <= self.pool.num_usable - promised
         # Hits that lie in the free list are about to leave it.
         free = self.pool.num_free - self._num_unheld(hit.shared)
         return self.need(num_tokens) - len(hit.shared) <= free - reserve
@@ -91,19 +92,14 @@ class GroupCache:
         return [] if own == hit.source else [CopyRows(self.group, hit.source, own, match.partial)]
 
     def publish(self, table: BlockTable, block: int, tokens: np.ndarray, key: BlockKey | None) -> None:
-        """Make the computed rows of a block findable, unless another slot already shows them."""
+        """Make the computed rows of a block findable.
+
+        Unless another slot already shows them: of two requests that computed the same block, the first one's is kept.
+        """
         column = table.columns[self.group]
-        if block >= len(column):
-            return
-        replaced = self.index.add(column[block], table.chain.parent(block), tokens, key)
-        if replaced is not None:
-            for slot in replaced:
+        if block < len(column):
+            for slot in self.index.add(column[block], table.chain.parent(block), tokens, key):
                 self.pool.forget(slot)
-        elif key is not None:
-            # Two requests computed the same block; the first one's stays the entry, and was just useful again.
-            first = self.index.find(key)
-            assert first is not None
-            self.pool.touch(first)
 
     def slide(self, table: BlockTable) -> None:
         """Let go of the blocks that no query from `num_computed` on can see.

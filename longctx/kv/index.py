@@ -59,17 +59,17 @@ class BlockIndex:
                 best_slot, best_rows = slot, rows
         return best_slot, best_rows
 
-    def add(self, slot: int, parent: BlockKey, tokens: np.ndarray, key: BlockKey | None) -> list[int] | None:
+    def add(self, slot: int, parent: BlockKey, tokens: np.ndarray, key: BlockKey | None) -> list[int]:
         """Make a slot findable; answers the slots of partial entries that it replaced, which are dropped.
 
-        None, and nothing is changed, if the same content can already be found in another slot.
+        Nothing is changed if the same content can already be found in another slot.
         """
         assert slot not in self._entries, f"slot {slot} already has an entry"
         replaced = []
         for other in self._children.get(parent, {}).values():
             rows = common_rows(other.tokens, tokens)
             if rows == len(tokens):
-                return None
+                return []
             if rows == len(other.tokens):
                 assert other.key is None
                 replaced.append(other.slot)

@@ -57,6 +57,14 @@ class TestPublish:
         match = driver.match(second)
         assert match.tokens == 6 and driver.cache.pending_owner(second.chain, match) is None
 
+    def test_nobody_waits_for_a_block_that_is_there(self):
+        driver = full_cache()
+        driver.run(prompt(1, 16))
+        second, third = driver.job(prompt(1, 16)), driver.job(prompt(1, 16))
+        assert driver.admit(second) and second.cached == 15
+        # The second recomputes its last token in a copy of the fourth block.
+        assert driver.cache.pending_owner(third.chain, driver.match(third)) is None
+
     def test_two_that_compute_the_same_blocks_at_once_keep_one_entry(self):
         driver = full_cache()
         jobs = [driver.job(prompt(1, 20)) for _ in range(2)]

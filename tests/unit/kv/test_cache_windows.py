@@ -74,6 +74,18 @@ def test_running_requests_get_the_windows_they_were_promised():
     assert driver.admit(jobs[2])
 
 
+def test_short_prompts_are_promised_the_window_they_may_decode():
+    driver = CacheDriver((None, 16), (200, 12))
+    jobs = [driver.job([name]) for name in range(3)]
+    assert [driver.admit(job) for job in jobs] == [True, True, False]
+    for job in jobs[:2]:
+        driver.prefill(job)
+    for token in range(40):
+        assert driver.decode(jobs[0], token) and driver.decode(jobs[1], token)
+    # Alone, a request needs no more than its own tokens.
+    assert CacheDriver((None, 16), (200, 2)).run([1, 2]).cached == 0
+
+
 @pytest.mark.parametrize("windows", [(None, 5), (None, 6), (6,), (None, 9, 3)])
 @pytest.mark.parametrize("length", [15, 16, 17, 18])
 def test_the_same_prompt_again_computes_its_last_token(windows, length):
@@ -110,6 +122,18 @@ def test_hitting_a_kept_tail_does_not_use_it_up():
     driver.run(document(100))
     for i in range(3):
         assert driver.run([*document(32), *range(300 + 50 * i, 330 + 50 * i)]).cached == 32
+
+
+def test_a_block_that_slides_out_stays_findable_while_another_holds_it():
+    driver = CacheDriver((None, 6), (120, 60), chunk=8)
+    first = driver.job(document(80))
+    assert driver.admit(first)
+    for _ in range(3):
+        driver.step(first, 8)
+    second = driver.job([*document(24), 500, 501])
+    assert driver.admit(second) and second.cached == 24
+    driver.prefill(first)
+    assert driver.match(driver.job([*document(24), 600])).tokens == 24
 
 
 def test_a_border_that_a_follower_waits_for_is_kept():
