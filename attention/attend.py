@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import reduce
 
 import torch
 
 from longctx.attention.backend import Backend
-from longctx.attention.span import AttnParams, Span
-from longctx.attention.state import AttnState, merge
+from longctx.attention.span import AttnParams, Span, rows_that_see
+from longctx.attention.state import AttnState, empty_state, merge, merge_into
 
 
 def attend(q_THD: torch.Tensor, start: int, spans: Iterable[Span], params: AttnParams, backend: Backend) -> AttnState:
@@ -17,7 +16,22 @@ def attend(q_THD: torch.Tensor, start: int, spans: Iterable[Span], params: AttnP
 
     `spans` may be a generator that begins the next copy before it yields. At least one span is needed.
     """
-    return reduce(merge, (backend.span_state(q_THD, start, span, params) for span in spans))
+    num_tokens, num_heads, _ = q_THD.shape
+    state = None
+    for span in spans:
+        # A window tile is seen by few of the rows: the others are neither computed nor merged.
+        first, last = (p - start for p in rows_that_see(span, start, start + num_tokens, params.window))
+        if first == last and state is not None:
+            continue
+        part = backend.span_state(q_THD[first:last], start + first, span, params)
+        if state is None and last - first == num_tokens:
+            state = part
+            continue
+        if state is None:
+            state = empty_state(num_tokens, num_heads, part.out.shape[2], q_THD.device)
+        merge_into(AttnState(state.out[first:last], state.lse[first:last]), part)
+    assert state is not None, "attention over no spans"
+    return state
 
 
 def merge_sink(state: AttnState, sink_H: torch.Tensor) -> AttnState:

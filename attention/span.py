@@ -67,3 +67,12 @@ def prefill_spans(
     end = start + num_tokens
     for tile_start in range(first // tile * tile, end, tile):
         yield Span(view, tile_start, min(tile_start + tile, end) - tile_start)
+
+
+def rows_that_see(span: Span, start: int, end: int, window: int | None) -> tuple[int, int]:
+    """The query positions [first, last) of [start, end) that see at least one key of the span."""
+    if span.length == 0:
+        return start, start
+    first = min(max(start, span.start), end)
+    last = end if window is None else min(end, span.start + span.length + window - 1)
+    return first, max(first, last)

@@ -35,12 +35,24 @@ def merge(a: AttnState, b: AttnState) -> AttnState:
 
     Merging with the identity returns the other operand bit for bit; empty with empty is empty, never NaN.
     """
-    top = torch.maximum(a.lse, b.lse)
+    weight_a, weight_b, lse = _weights(a.lse, b.lse)
+    return AttnState(a.out * weight_a + b.out * weight_b, lse)
+
+
+def merge_into(state: AttnState, part: AttnState) -> None:
+    """`merge` in place and bit for bit the same: `state` becomes the union, `part` is used up."""
+    weight_a, weight_b, lse = _weights(state.lse, part.lse)
+    state.out.mul_(weight_a).add_(part.out.mul_(weight_b))
+    state.lse.copy_(lse)
+
+
+def _weights(lse_a: torch.Tensor, lse_b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Each side's share of the union [T, H, 1], and the union's LSE [T, H]."""
+    top = torch.maximum(lse_a, lse_b)
     # Where both are empty, top is -inf and -inf - -inf would be NaN: any finite stand-in gives weights of exactly 0.
     top = torch.where(torch.isneginf(top), torch.zeros_like(top), top)
-    weight_a = torch.exp(a.lse - top)
-    weight_b = torch.exp(b.lse - top)
+    weight_a = torch.exp(lse_a - top)
+    weight_b = torch.exp(lse_b - top)
     total = weight_a + weight_b
     scale = torch.where(total == 0, torch.zeros_like(total), total.reciprocal())
-    out = a.out * (weight_a * scale).unsqueeze(-1) + b.out * (weight_b * scale).unsqueeze(-1)
-    return AttnState(out, top + torch.log(total))
+    return (weight_a * scale).unsqueeze(-1), (weight_b * scale).unsqueeze(-1), top + torch.log(total)

@@ -3,7 +3,6 @@
 # Shape legend: T query tokens, S keys, R sequences, H query heads, K kv heads, B block tokens, D head dim.
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -12,8 +11,8 @@ import torch
 from longctx.attention.attend import attend
 from longctx.attention.kernels.sdpa import explicit, flash, flash_usable
 from longctx.attention.masks import Q_BLOCK, MaskTables
-from longctx.attention.span import TILE_TOKENS, AttnParams, DecodeBatch, KVView, Span, prefill_spans
-from longctx.attention.state import AttnState
+from longctx.attention.span import TILE_TOKENS, AttnParams, DecodeBatch, KVView, Span, prefill_spans, rows_that_see
+from longctx.attention.state import AttnState, empty_state
 from longctx.quant.layout import LayerKV
 from longctx.quant.store import gather_tokens
 
@@ -48,29 +47,29 @@ class TorchBackend:
 
     def span_state(self, q_THD: torch.Tensor, start: int, span: Span, params: AttnParams) -> AttnState:
         num_tokens, num_heads, _ = q_THD.shape
-        out_THD = q_THD.new_empty(num_tokens, num_heads, span.view.layer.v.shape[3], dtype=torch.float32)
-        lse_TH = q_THD.new_empty(num_tokens, num_heads, dtype=torch.float32)
-        first, last = _rows_that_see(span, start, start + num_tokens, params.window)
-        for begin, end in ((0, first - start), (last - start, num_tokens)):
-            out_THD[begin:end] = 0
-            lse_TH[begin:end] = -math.inf
+        end = start + num_tokens
+        first, last = rows_that_see(span, start, end, params.window)
         if first == last:
-            return AttnState(out_THD, lse_TH)
+            return empty_state(num_tokens, num_heads, span.view.layer.v.shape[3], q_THD.device)
 
         cuts = list(self._cuts(first, last, span, params.window, q_THD.device))
         lo, hi = min(c.lo for c in cuts), max(c.hi for c in cuts)
         k_KSD, v_KSD = self._gather(span, lo, hi)
         q_HTD, q_first = _align_rows(q_THD[first - start : last - start].float(), first)
         product = flash if flash_usable(q_HTD, k_KSD, v_KSD, params) else explicit
+        state = None
         for cut in cuts:
-            begin, end = _aligned(cut.q_start, cut.q_end)
-            mask = None if cut.mask is None else cut.mask[begin % Q_BLOCK :][: end - begin]
+            begin, stop = _aligned(cut.q_start, cut.q_end)
+            mask = None if cut.mask is None else cut.mask[begin % Q_BLOCK :][: stop - begin]
             keys = slice(cut.lo - lo, cut.hi - lo)
-            out, lse = product(q_HTD[:, begin - q_first : end - q_first], k_KSD[:, keys], v_KSD[:, keys], mask, params)
+            out, lse = product(q_HTD[:, begin - q_first : stop - q_first], k_KSD[:, keys], v_KSD[:, keys], mask, params)
             wanted = slice(cut.q_start - begin, cut.q_end - begin)
-            out_THD[cut.q_start - start : cut.q_end - start] = out[wanted]
-            lse_TH[cut.q_start - start : cut.q_end - start] = lse[wanted]
-        return AttnState(out_THD, lse_TH)
+            if (cut.q_start, cut.q_end) == (start, end):
+                return AttnState(out[wanted], lse[wanted])
+            state = state or empty_state(num_tokens, num_heads, out.shape[2], q_THD.device)
+            state.out[cut.q_start - start : cut.q_end - start] = out[wanted]
+            state.lse[cut.q_start - start : cut.q_end - start] = lse[wanted]
+        return state
 
     def decode_state(self, q_RHD: torch.Tensor, layer: LayerKV, batch: DecodeBatch, params: AttnParams) -> AttnState:
         """Row by row as a prefill of one token: bit-equal to the same token's row in any chunk."""
@@ -122,15 +121,6 @@ class TorchBackend:
         if key not in self._buffers or self._buffers[key].numel() < size:
             self._buffers[key] = torch.empty(size, dtype=torch.float32, device=stored_NKBD.device)
         return self._buffers[key][:size].view(num_kv_heads, num_tokens, dim)
-
-
-def _rows_that_see(span: Span, start: int, end: int, window: int | None) -> tuple[int, int]:
-    """The queries of [start, end) that see at least one key of the span."""
-    if span.length == 0:
-        return start, start
-    first = min(max(start, span.start), end)
-    last = end if window is None else min(end, span.start + span.length + window - 1)
-    return first, max(first, last)
 
 
 def _aligned(begin: int, end: int) -> tuple[int, int]:
