@@ -10,6 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from longctx.models.mapped import drop_pages
+
 MIN_ROWS = 4
 """Fewer rows take another kernel with other roundings; four cost no more than one, for the weights are read once."""
 
@@ -93,6 +95,7 @@ def _pack(model: PreTrainedModel, name: str) -> None:
     owner, leaf = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
     linear = getattr(owner, leaf)
     setattr(owner, leaf, PackedLinear(linear.weight, None if linear.bias is None else linear.bias.detach()))
+    drop_pages(linear.weight)
 
 
 def _linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

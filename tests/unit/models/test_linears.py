@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import nn
 
 from longctx.models import linears
 from longctx.models.linears import PackedLinear, pack_linears
+from tests.helpers.resident import resident_bytes
 from tests.helpers.tiny import TINY, hf_logits, hf_logits64, make_tiny, random_ids
 
 # (in, out) of gemma3-270m, smollm2-135m and the tiny models.
@@ -85,6 +89,22 @@ def test_the_dense_weight_is_freed_and_a_tied_embedding_kept() -> None:
     assert model.model.embed_tokens.weight is embedding
     assert isinstance(model.lm_head, PackedLinear)
     assert embedding.data_ptr() not in {p.data_ptr() for n, p in model.named_parameters() if "embed" not in n}
+
+
+def test_mapped_weights_leave_memory_when_they_are_packed(tmp_path: Path) -> None:
+    """The mapping lives on for the tied embedding; neither its rows nor the packed weights may stay resident in it."""
+    path = tmp_path / "w.safetensors"
+    save_file({"weight": torch.randn(2000, 500)}, path)
+    with safe_open(path, framework="pt") as tensors:
+        weight = tensors.get_tensor("weight")
+    model = make_tiny("llama")
+    model.lm_head = nn.Linear(500, 2000, bias=False)
+    model.lm_head.weight = model.model.embed_tokens.weight = nn.Parameter(weight, requires_grad=False)
+    x, expected = torch.randn(5, 500), weight.clone()
+    pack_linears(model)
+    assert resident_bytes(path) < 0.1 * weight.nbytes
+    torch.testing.assert_close(model.lm_head(x), x @ expected.T, rtol=1e-4, atol=1e-4)
+    assert torch.equal(model.model.embed_tokens.weight, expected)
 
 
 def test_other_linears_are_left_alone_and_named() -> None:
