@@ -2,57 +2,34 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from longctx.errors import LongctxError
 from longctx.kv.groups import LayerGroup
 from longctx.kv.memory import Fixed
 from longctx.kv.partition import Partition, PoolShape, admit, ceil_div, partition
-from longctx.kv.sizes import request_bytes, tokens_that_fit, vector_bytes, with_format
-from longctx.quant.formats import FORMATS, STORABLE
+from longctx.kv.sizes import request_bytes, tokens_that_fit, vector_bytes
+from longctx.kv.verdict import Demand, Room, TierSpec, remedy_for, too_long, verdict_of
 from longctx.rates import Rates, break_even_speed, choose
 from longctx.units import format_bytes
 
 __all__ = ["DEFAULT_CHUNK_TOKENS", "Demand", "Partition", "Plan", "PoolShape", "TierSpec", "admit", "partition", "plan"]
 
 DEFAULT_CHUNK_TOKENS = 2048
-VERDICTS = ("fits", "spills", "needs_quantization", "refused")
-
-
-@dataclass(frozen=True)
-class TierSpec:
-    """A tier as the user described it; without a capacity it holds anything, without a speed it has no load time."""
-
-    name: str
-    bytes_per_s: float | None = None
-    capacity_bytes: int | None = None
-
-
-@dataclass(frozen=True)
-class Demand:
-    """What is asked: `concurrency` requests of `tokens` tokens (prompt + generated) each, at the same time."""
-
-    tokens: int
-    concurrency: int = 1
-
-    def __post_init__(self) -> None:
-        if self.tokens < 1 or self.concurrency < 1:
-            raise LongctxError(f"tokens {self.tokens} and concurrency {self.concurrency} must be at least 1")
 
 
 @dataclass(frozen=True)
 class Plan:
     """One plan; every field is a key of its JSON. Bytes and seconds are plain numbers.
 
-    `bytes_per_token` is the marginal cost of one more token, without scales and without windows. `kv_bytes` are all
-    requests' keys and values, windows included, scales apart. `pool_bytes` is what the allocator takes, `needed_bytes`
-    the smallest pool for this demand, `kv_limit_bytes` the most a pool may take. `tokens_that_fit` is the longest
-    request at this concurrency by bytes alone (null: no limit); `pool_tokens` the same after scales, whole blocks,
-    null block and windows. `requests_that_fit` are requests of this length that run at the same time. `seconds` is the
-    range of one request's cold prefill. `fits_with` has each change that alone would make it fit.
+    `verdict` is fits, spills, needs_quantization or refused, the first that is true. `bytes_per_token` is the marginal
+    cost of one more token, without scales and without windows. `kv_bytes` are all requests' keys and values, windows
+    included, scales apart. `pool_bytes` is what the allocator takes, `needed_bytes` the smallest pool for this demand,
+    `kv_limit_bytes` the most a pool may take. `tokens_that_fit` is the longest request at this concurrency by bytes
+    alone (null: no limit); `pool_tokens` the same after scales, whole blocks, null block and windows.
+    `requests_that_fit` are requests of this length that run at the same time. `seconds` is the range of one request's
+    cold prefill. `fits_with` has each change that alone would make it fit.
     """
 
     verdict: str
@@ -96,52 +73,6 @@ class Plan:
         return text if self.remedy is None else f"{text}; {self.remedy}"
 
 
-@dataclass(frozen=True)
-class _Room:
-    """A pool that exists (`engine_pool`) or may be cut for a demand out of `limit` bytes."""
-
-    groups: tuple[LayerGroup, ...]
-    chunk_tokens: int
-    limit: int
-    engine_pool: Partition | None = None
-
-    def shape(self, demand: Demand) -> PoolShape:
-        if self.engine_pool is not None:
-            return self.engine_pool.shape
-        return PoolShape(self.groups, demand.concurrency, self.chunk_tokens, demand.tokens)
-
-    def needs(self, demand: Demand) -> int:
-        shape = self.shape(demand)
-        running = max(shape.max_running, demand.concurrency)
-        return replace(shape, max_running=running).bytes_for(demand.tokens, demand.concurrency)
-
-    def holds(self, demand: Demand) -> bool:
-        """Never easier for a larger demand."""
-        if self.engine_pool is not None:
-            return self.engine_pool.holds(demand.tokens, demand.concurrency)
-        return self.needs(demand) <= self.limit
-
-    def longest(self, concurrency: int, most: int) -> int:
-        """Most tokens, up to `most`, that `concurrency` requests can each have; 0 if not even one."""
-        return _largest(most, lambda tokens: self.holds(Demand(tokens, concurrency)))
-
-    def most_requests(self, tokens: int) -> int:
-        if self.engine_pool is not None:
-            most = self.engine_pool.max_running
-            return _largest(most, lambda requests: self.holds(Demand(tokens, requests)))
-        data, _ = request_bytes(self.groups, max(1, tokens - 1))
-        return _largest(self.limit // max(1, data) + 1, lambda requests: self.holds(Demand(tokens, requests)))
-
-
-def _largest(most: int, holds: Callable[[int], bool]) -> int:
-    """The largest n in 1 .. most for which the monotone `holds` is true, or 0."""
-    low, high = 0, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle - 1)
-    return low
-
-
 def plan(
     demand: Demand,
     groups: Sequence[LayerGroup],
@@ -164,18 +95,18 @@ def plan(
     """
     fixed = fixed or Fixed()
     max_chunk = chunk_tokens or (engine_pool.shape.max_chunk_tokens if engine_pool else max_chunk_tokens)
-    room = _Room(tuple(groups), max_chunk, kv_limit, engine_pool)
+    room = Room(tuple(groups), max_chunk, kv_limit, engine_pool)
     pool_bytes = _pool_bytes(room, demand, kv_limit if kv_memory is None else kv_memory)
     data, scales = (demand.concurrency * part for part in request_bytes(groups, demand.tokens))
     marginal = [vector_bytes(group) for group in groups if group.window is None]
-    verdict, fits_with = _verdict(demand, room, max_positions, tiers)
+    verdict, fits_with = verdict_of(demand, room, max_positions, tiers)
     by_bytes = tokens_that_fit(groups, kv_limit, demand.concurrency)
     num_chunks, last_chunk = _chunks(demand.tokens, max_chunk, rates if chunk_tokens is None else None)
     seconds = None if rates is None else rates.prefill_seconds(demand.tokens, chunk_tokens=max_chunk)
     most_tokens = max(demand.tokens, max_positions or 0) if by_bytes is None else by_bytes
     return Plan(
         verdict=verdict,
-        remedy=_remedy(verdict, demand, room, fits_with, max_positions, fixed),
+        remedy=remedy_for(verdict, demand, room, fits_with, max_positions, fixed),
         tokens=demand.tokens,
         concurrency=demand.concurrency,
         max_positions=max_positions,
@@ -194,7 +125,7 @@ def plan(
         kv_limit_bytes=kv_limit,
         tokens_that_fit=by_bytes,
         pool_tokens=room.longest(demand.concurrency, most_tokens),
-        requests_that_fit=0 if _too_long(demand, max_positions) else room.most_requests(demand.tokens),
+        requests_that_fit=0 if too_long(demand, max_positions) else room.most_requests(demand.tokens),
         chunk_tokens=max_chunk,
         num_chunks=num_chunks,
         last_chunk_tokens=last_chunk,
@@ -204,11 +135,7 @@ def plan(
     )
 
 
-def _too_long(demand: Demand, max_positions: int | None) -> bool:
-    return max_positions is not None and demand.tokens > max_positions
-
-
-def _pool_bytes(room: _Room, demand: Demand, kv_memory: int) -> int:
+def _pool_bytes(room: Room, demand: Demand, kv_memory: int) -> int:
     """What the allocator takes; 0 where it would refuse to start."""
     if room.engine_pool is not None:
         return room.engine_pool.pool_bytes
@@ -222,86 +149,6 @@ def _chunks(tokens: int, max_chunk: int, rates: Rates | None) -> tuple[int, int]
         return rates.chunks(tokens, max_chunk)
     num_chunks = ceil_div(tokens, max_chunk)
     return num_chunks, tokens - (num_chunks - 1) * max_chunk
-
-
-def _verdict(
-    demand: Demand, room: _Room, max_positions: int | None, tiers: Sequence[TierSpec]
-) -> tuple[str, dict[str, int | str]]:
-    """The verdict, exact ones first, and every single change that would make it `fits`."""
-    if _too_long(demand, max_positions):
-        assert max_positions is not None
-        longest = room.longest(demand.concurrency, max_positions)
-        return "refused", {"tokens": longest} if longest else {}
-    if room.holds(demand):
-        return "fits", {}
-    changes: dict[str, int | str] = {"kv_memory_bytes": room.needs(demand)}
-    if longest := room.longest(demand.concurrency, demand.tokens - 1):
-        changes["tokens"] = longest
-    if 1 <= (requests := room.most_requests(demand.tokens)) < demand.concurrency:
-        changes["concurrency"] = requests
-    if smaller := _smaller_format(demand, room):
-        changes["kv_format"] = smaller
-    if _spills(demand, room, tiers):
-        return "spills", changes
-    return ("needs_quantization" if smaller else "refused"), changes
-
-
-def _spills(demand: Demand, room: _Room, tiers: Sequence[TierSpec]) -> bool:
-    """Whether the tiers below the device hold what the pool cannot, and the pool can still compute."""
-    lower = [tier.capacity_bytes for tier in tiers if tier.name != "g1"]
-    over = room.needs(demand) - room.limit
-    can_compute = room.shape(demand).min_kv_bytes <= room.limit
-    return bool(lower) and can_compute and (None in lower or sum(size or 0 for size in lower) >= over)
-
-
-def _smaller_format(demand: Demand, room: _Room) -> str | None:
-    """The widest integer format below the present one in which the demand would fit."""
-    present = min(min(g.layout.k_format.bits, g.layout.v_format.bits) for g in room.groups)
-    for name in ("int8", "int4"):
-        fmt = FORMATS[name]
-        whole = all(g.layout.k_dim * fmt.bits % 8 == 0 and g.layout.v_dim * fmt.bits % 8 == 0 for g in room.groups)
-        if fmt.bits < present and whole:
-            limit = room.limit if room.engine_pool is None else room.engine_pool.pool_bytes
-            if _Room(with_format(room.groups, fmt), room.chunk_tokens, limit).holds(demand):
-                return name
-    return None
-
-
-def _remedy(
-    verdict: str,
-    demand: Demand,
-    room: _Room,
-    fits_with: dict[str, int | str],
-    max_positions: int | None,
-    fixed: Fixed,
-) -> str | None:
-    """One line: why, and what to change, the smallest change first."""
-    if verdict == "fits":
-        return None
-    needed, limit = room.needs(demand), room.limit
-    lead = f"needs {format_bytes(needed)} of KV memory, has {format_bytes(limit)}"
-    if fixed.total:
-        lead += f" beside {fixed.split(needed)}"
-    if _too_long(demand, max_positions):
-        extend = f"extend it with --max-model-len {demand.tokens} --rope-scaling yarn"
-        shorter = f"ask for at most {fits_with['tokens']:,}, or {extend}" if fits_with else f"{extend}; it also {lead}"
-        return f"{demand.tokens:,} tokens exceed the model's {max_positions:,} positions: {shorter}"
-    in_all = f", {format_bytes(fixed.total + needed)} in all" if fixed.total else ""
-    texts: list[tuple[float, str]] = []
-    for change, value in fits_with.items():
-        if change == "tokens":
-            texts.append((1 - int(value) / demand.tokens, f"at most {value:,} tokens"))
-        elif change == "concurrency":
-            texts.append((1 - int(value) / demand.concurrency, f"--concurrency {value}"))
-        elif change == "kv_format":
-            usable = value in STORABLE
-            later = "" if usable else ", which this version can plan but not yet store"
-            texts.append((0.5 if usable else math.inf, f"--kv-format {value}{later}"))
-        else:
-            texts.append((needed / max(limit, 1) - 1, f"--kv-memory {format_bytes(needed)} ({needed} bytes){in_all}"))
-    if verdict == "spills":
-        lead += "; the tiers hold the rest, but this version computes only from g1"
-    return f"{lead}: " + "; or ".join(text for _, text in sorted(texts))
 
 
 def _tier_rows(

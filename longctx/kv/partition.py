@@ -190,12 +190,12 @@ def _below_minimum(shape: PoolShape, kv_memory: int) -> str:
     return text
 
 
-def admit(part: Partition, num_prompt_tokens: int, max_tokens: int | None, limit_hint: str = "") -> RequestError | None:
+def admit(part: Partition, num_prompt_tokens: int, max_tokens: int | None) -> RequestError | None:
     """The reason why a request can never be served, or None.
 
     The model's limit counts prompt + generated; keys and values are stored for one token less, as the last one is
     never fed back. With `max_tokens` None the request may end at `part.longest_request`, so only room for the prompt
-    and one token is asked. `limit_hint` is appended to errors about the model's length, such as how to extend it.
+    and one token is asked.
     """
     limit = part.shape.max_model_len
     if num_prompt_tokens < 1:
@@ -203,13 +203,13 @@ def admit(part: Partition, num_prompt_tokens: int, max_tokens: int | None, limit
     if num_prompt_tokens + 1 > limit:
         return RequestError(
             f"the prompt has {num_prompt_tokens:,} tokens and the model {limit:,} positions: shorten the prompt by "
-            f"{num_prompt_tokens + 1 - limit:,} tokens, which leaves 1 for the answer{limit_hint}"
+            f"{num_prompt_tokens + 1 - limit:,} tokens, which leaves 1 for the answer"
         )
     total = num_prompt_tokens + (1 if max_tokens is None else max_tokens)
     if total > limit:
         return RequestError(
             f"prompt of {num_prompt_tokens:,} + max_tokens {max_tokens:,} = {total:,} tokens, the model has {limit:,} "
-            f"positions: set max_tokens to at most {limit - num_prompt_tokens:,}{limit_hint}"
+            f"positions: set max_tokens to at most {limit - num_prompt_tokens:,}"
         )
     if part.holds(total):
         return None

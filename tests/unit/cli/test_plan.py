@@ -93,7 +93,7 @@ def test_the_table_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     assert err == ""
     for text in (
         "fits",
-        "needs quantization",
+        "spills",
         "41.9 GB",
         "195,312",
         "419 ms",
