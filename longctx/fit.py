@@ -53,9 +53,11 @@ class OnlineFit:
         """[F] fp64, in seconds per unit of each feature."""
         if self._coefficients is None:
             scale = math.exp(self.log_ratio)
-            prior = PRIOR_WEIGHT * np.eye(len(self.guess)) / scale**2
-            relative = _non_negative(self.gram + prior, self.moment + np.diag(prior) * scale)
-            self._coefficients = relative * np.asarray(self.guess)
+            # In units of the scaled guess, so that wild measurements cannot make the system singular.
+            gram = scale**2 * self.gram
+            prior = PRIOR_WEIGHT + 1e-9 * float(np.trace(gram))
+            relative = _non_negative(gram + prior * np.eye(len(gram)), scale * self.moment + prior)
+            self._coefficients = relative * scale * np.asarray(self.guess)
         return self._coefficients
 
     def predict(self, features: Sequence[float]) -> float:

@@ -5,7 +5,7 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from longctx.fit import OnlineFit, _non_negative
@@ -77,7 +77,8 @@ def test_a_measurement_that_is_none_is_ignored(bad: float) -> None:
     assert fit.to_json() == before
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=150, deadline=None)
+@example([(10**6, 4096, 1e4), (10**6, 4096, 1e-6), (0, 2, 1e4)] * 10)
 @given(st.lists(st.tuples(st.integers(0, 10**6), st.integers(2, 4096), st.floats(1e-6, 1e4)), min_size=1, max_size=30))
 def test_no_history_makes_a_time_negative_or_infinite(steps: list[tuple[int, int, float]]) -> None:
     fit = OnlineFit((0.002, 4e-4, 5e-8))
