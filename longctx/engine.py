@@ -171,12 +171,17 @@ class Engine:
         events = self.scheduler.drop_cancelled()
         step = self.last_step = self.scheduler.schedule()
         try:
-            results = self._run(step)
+            return events + self.scheduler.commit(step, self._run(step))
         except StepAbandonedError:
             return events
         except EngineError as error:
-            return events + self.scheduler.fail(step, str(error))
-        return events + self.scheduler.commit(step, results)
+            return events + self._give_up(step, error)
+
+    def _give_up(self, step: StepSpec, error: EngineError) -> list[Event]:
+        if step.copies:
+            # Nobody knows which of them ran: rows that were never copied must not be found again.
+            self.cache.clear()
+        return self.scheduler.fail(step, str(error))
 
     def _run(self, step: StepSpec) -> list[RowResult]:
         before_s = time.perf_counter()
