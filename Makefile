@@ -7,7 +7,7 @@ PYTEST := $(BIN)/python -m pytest
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup models demo test test-fast lint format clean
+.PHONY: help setup models demo test test-fast bench lint format clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -34,6 +34,11 @@ test: setup lint  ## lint, then every test that needs no GPU, real models includ
 
 test-fast: $(INSTALLED)  ## the tests that need neither a GPU nor a real model nor ten seconds
 	HF_HUB_OFFLINE=1 $(PYTEST) -m "not slow and not gpu" $(PYTEST_ARGS)
+
+# Minutes to an hour on a quiet machine; BENCH_ARGS are those of `longctx bench`.
+BENCH_ARGS ?= decode gemma3-270m --lengths 1K,8K
+bench: setup  ## one benchmark, say BENCH_ARGS="prefill gemma3-270m --lengths 1K,8K --against hf"
+	HF_HUB_OFFLINE=1 $(BIN)/longctx bench $(BENCH_ARGS)
 
 lint: $(INSTALLED)  ## ruff, the formatter's check, and the type checker
 	$(BIN)/ruff check --quiet .

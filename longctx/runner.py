@@ -24,7 +24,8 @@ from longctx.step import RowResult, StepRow, StepSpec
 class Runner:
     """Owns the model and the pools' memory. `run` may be repeated: a step writes the same bytes every time.
 
-    `vocab_limit`: token ids from it on are padding of the weights and are never sampled.
+    `vocab_limit`: token ids from it on are padding of the weights and are never sampled. `backends` may be replaced
+    between steps, as a probe does that times them.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class Runner:
         assert spec.rope.kind == "static" or self._rotaries, "a model with rope regimes needs RegimeRotary"
         self._spec = spec
         self._block_tokens = groups[0].layout.block_tokens
-        self._backends = backends
+        self.backends = backends
         self._vocab_limit = vocab_limit
         self._group = group or SoloGroup()
         self.storage = KVStorage(groups, num_slots, model.device)
@@ -56,7 +57,7 @@ class Runner:
         if not step.rows:
             return []
         plan = ForwardPlan(
-            step.rows, self._spec.layers, self.storage, self._block_tokens, self._backends, self._group, on_layer
+            step.rows, self._spec.layers, self.storage, self._block_tokens, self.backends, self._group, on_layer
         )
         kept, where = _logit_rows(step.rows)
         logits = self._forward(step.rows, plan, kept)

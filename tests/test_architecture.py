@@ -40,6 +40,7 @@ PUBLIC_API = {
     "longctx.errors",
     "longctx.events",
     "longctx.llm",
+    "longctx.machine",
     "longctx.models.spec",
     "longctx.params",
     "longctx.units",

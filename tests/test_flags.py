@@ -39,10 +39,25 @@ COMMANDS = {
         "--json",
     },
     "pull": {"--list", "--json"},
+    "bench": {
+        "--lengths",
+        "--tokens",
+        "--repeats",
+        "--against",
+        "--profile",
+        "--max-model-len",
+        "--chunk-tokens",
+        "--kv-format",
+        "--kv-memory",
+        "--dtype",
+        "--load-format",
+        "--out",
+        "--json",
+    },
 }
 """Every command and its flags. Extend it on purpose, with a line in CHANGELOG.md."""
 
-ARGUMENTS = {"run": ["MODEL"], "plan": ["[MODEL]"], "pull": ["NAME..."]}
+ARGUMENTS = {"run": ["MODEL"], "plan": ["[MODEL]"], "pull": ["NAME..."], "bench": ["NAME", "[MODEL]"]}
 
 GLOBAL_FLAGS = {"--version"}
 

@@ -9,6 +9,7 @@ from typing import Any
 import typer
 
 from longctx import __version__
+from longctx.cli.bench import bench
 from longctx.cli.plan import plan
 from longctx.cli.pull import pull
 from longctx.cli.run import run
@@ -28,7 +29,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for _command in (run, plan, pull):
+for _command in (run, plan, pull, bench):
     app.command()(_command)
 
 

@@ -1,0 +1,1 @@
+"""Speed and memory, always beside the machine's limit: `longctx bench`."""

@@ -1,0 +1,10 @@
+"""Every benchmark by name. A new one is one file with a `BENCH`, and one line here."""
+
+from __future__ import annotations
+
+from longctx.evals.bench import decode, machine_limits, needle, prefill, prefix
+from longctx.evals.bench.job import Bench
+
+BENCHES: dict[str, Bench] = {
+    module.BENCH.name: module.BENCH for module in (machine_limits, prefill, decode, prefix, needle)
+}

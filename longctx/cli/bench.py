@@ -1,0 +1,98 @@
+"""`longctx bench`: speed and memory, each figure beside its share of the machine's limit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from longctx.cli.progress import say, stderr_console
+from longctx.errors import EngineError, LongctxError
+from longctx.units import parse_bytes, parse_tokens
+
+
+def bench(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="limits, prefill, decode, prefix or needle")],
+    model: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="built-in name, folder, .gguf file or hub id")
+    ] = None,
+    lengths: Annotated[
+        str | None, typer.Option(metavar="N,...", help="prompt + generated tokens of each cell, such as 1K,8K,32K")
+    ] = None,
+    tokens: Annotated[
+        str | None, typer.Option(metavar="N", help="decoded tokens of a cell; for prefix, those of a question")
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="runs of each cell, of which the median counts")] = 3,
+    against: Annotated[
+        str | None, typer.Option(metavar="hf", help="measure Hugging Face on the same prompts, in turn")
+    ] = None,
+    profile: Annotated[bool, typer.Option("--profile", help="also say where the time of a step goes")] = False,
+    max_model_len: Annotated[str | None, typer.Option(metavar="N", help="the longest request, such as 128K")] = None,
+    chunk_tokens: Annotated[str | None, typer.Option(metavar="N", help="prompt tokens per step; fixes it")] = None,
+    kv_format: Annotated[str, typer.Option(help="how the cache is stored")] = "auto",
+    kv_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="the cache's pool, such as 2GiB")] = None,
+    dtype: Annotated[str, typer.Option(help="arithmetic and weights")] = "auto",
+    load_format: Annotated[str, typer.Option(help="auto, or dummy for random weights")] = "auto",
+    out: Annotated[str | None, typer.Option(metavar="FILE", help="also write the JSON to a new file")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object on stdout")] = False,
+) -> None:
+    """Measure one thing on this machine: its limits before and after, each figure with its multiple of the floor.
+
+    A run on a machine that was not quiet says so and is not valid. See docs/benchmarks for what each figure means.
+    """
+    target = None if out is None else _new_file(out)
+    options = {
+        "max_model_len": None if max_model_len is None else parse_tokens(max_model_len, "--max-model-len"),
+        "chunk_tokens": None if chunk_tokens is None else parse_tokens(chunk_tokens, "--chunk-tokens"),
+        "kv_memory": None if kv_memory is None else parse_bytes(kv_memory, "--kv-memory"),
+        "kv_format": kv_format,
+        "dtype": dtype,
+        "load_format": load_format,
+    }
+    console = stderr_console()
+
+    from longctx.evals.bench.job import Job
+    from longctx.evals.bench.main import find_bench, run_bench
+    from longctx.evals.bench.report import table_text
+
+    found = find_bench(name)
+    job = Job(
+        model=model,
+        lengths=None if lengths is None else tuple(parse_tokens(part, "--lengths") for part in lengths.split(",")),
+        tokens=None if tokens is None else parse_tokens(tokens, "--tokens"),
+        repeats=repeats,
+        against=against,
+        profile=profile,
+        options={key: value for key, value in options.items() if value is not None},
+        say=lambda line: say(console, line),
+    )
+    report = run_bench(found, job)
+    text = json.dumps(report)
+    if target is not None:
+        _write(target, text)
+    if as_json:
+        print(text)
+    else:
+        print(table_text(report, found.columns))
+    if report["failure"]:
+        raise EngineError(report["failure"])
+
+
+def _new_file(name: str) -> Path:
+    """A file that can be written and is not there yet: a result is never overwritten."""
+    path = Path(name).expanduser()
+    if path.exists():
+        raise LongctxError(f"--out {name} exists, and results are not overwritten: give another name")
+    if not path.parent.is_dir():
+        raise LongctxError(f"--out {name}: there is no folder {path.parent}; make it first")
+    return path
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        with path.open("x") as file:
+            file.write(text + "\n")
+    except OSError as error:
+        raise LongctxError(f"--out {path} cannot be written: {error.strerror or error}") from error
