@@ -83,11 +83,13 @@ class FusedMLP(nn.Module):
         if rows == 0:
             return torch.empty_like(x)
         # Padded once here instead of three times in the linears.
-        x_NI = pad_rows(x.reshape(rows, -1))
+        x_NI = pad_rows(x.reshape(rows, -1)).contiguous()
         return self._rows(x_NI)[:rows].view(x.shape)
 
     def _rows(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.gate_proj, self.up_proj
-        hidden = torch.ops.mkldnn._linear_pointwise(x, gate.packed, gate.bias, self._activation, [], self._algorithm)
+        hidden = torch.ops.mkldnn._linear_pointwise.default(
+            x, gate.packed, gate.bias, self._activation, [], self._algorithm
+        )
         hidden = torch.ops.mkldnn._linear_pointwise.binary(x, hidden, up.packed, up.bias, "mul")
         return self.down_proj(hidden)

@@ -99,7 +99,7 @@ def _pack(model: PreTrainedModel, name: str) -> None:
 
 
 def _linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    return torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")
 
 
 def _unsuited(linears: list[nn.Linear]) -> str:
