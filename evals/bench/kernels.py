@@ -88,4 +88,4 @@ def read_floats(values: np.ndarray) -> float:
     total = np.float32(0.0)
     for i in range(values.shape[0]):
         total += values[i]
-    return total
+    return float(total)
