@@ -37,6 +37,10 @@ class CacheConfig:
     prefix_cache: bool = True
     tail_every: int = 8192
 
+    def __post_init__(self) -> None:
+        if self.memory_fraction is not None and not 0.0 < self.memory_fraction <= 1.0:
+            raise LongctxError(f"memory_fraction must be above 0 and at most 1, got {self.memory_fraction}")
+
 
 @dataclass(frozen=True)
 class SchedulerConfig:

@@ -17,6 +17,7 @@ import typer
 from longctx.cli.progress import JobProgress, LoadProgress, Meter, say, stderr_console
 from longctx.cli.prompt import checked_text, read_prompt
 from longctx.cli.report import Answer, json_report, plan_line, usage_line
+from longctx.config import EngineConfig
 from longctx.errors import EngineError, LongctxError, RequestError
 from longctx.events import ProgressEvent, TokenEvent
 from longctx.params import SamplingParams
@@ -105,6 +106,8 @@ def run(
         # One question at a time: the pool need not hold the windows of more.
         "max_running": 1,
     }
+    # Refused now rather than after the seconds that loading takes.
+    EngineConfig.from_options(model, **options)
     job = Job(model, document, _questions(ask or ()), params, options, chat, as_json)
     raise typer.Exit(run_job(job, stderr_console()))
 

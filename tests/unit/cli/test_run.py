@@ -244,6 +244,8 @@ def test_sampling_options_reach_the_request(fake: type[FakeLLM]) -> None:
         ("--chunk-tokens 0", "--chunk-tokens '0'"),
         ("--max-model-len 1e30", "--max-model-len '1e30'"),
         ("--prompt-file f", "got both"),
+        ("--memory-fraction 7", "memory_fraction must be above 0 and at most 1, got 7.0"),
+        ("--memory-fraction nan", "got nan"),
     ],
 )
 def test_absurd_values_are_refused_in_one_line_before_the_model_is_loaded(
