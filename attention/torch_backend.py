@@ -57,7 +57,7 @@ class TorchBackend:
         k_KSD, v_KSD = self._gather(span, lo, hi)
         q_HTD, q_first = _align_rows(q_THD[first - start : last - start].float(), first)
         product = flash if flash_usable(q_HTD, k_KSD, v_KSD, params) else explicit
-        state = None
+        state = empty_state(num_tokens, num_heads, v_KSD.shape[2], q_THD.device)
         for cut in cuts:
             begin, stop = _aligned(cut.q_start, cut.q_end)
             mask = None if cut.mask is None else cut.mask[begin % Q_BLOCK :][: stop - begin]
@@ -66,7 +66,6 @@ class TorchBackend:
             wanted = slice(cut.q_start - begin, cut.q_end - begin)
             if (cut.q_start, cut.q_end) == (start, end):
                 return AttnState(out[wanted], lse[wanted])
-            state = state or empty_state(num_tokens, num_heads, out.shape[2], q_THD.device)
             state.out[cut.q_start - start : cut.q_end - start] = out[wanted]
             state.lse[cut.q_start - start : cut.q_end - start] = lse[wanted]
         return state

@@ -2,7 +2,8 @@
 
 # A decode step alternates torch's linears with our attention. GNU OpenMP's threads spin for a while after a parallel
 # region, so a second pool (numba's, or threads of our own) would find the other core taken each time. Entering a region
-# of the same pool instead finds its threads awake: see docs/benchmarks for the measurement.
+# of the same pool instead finds its threads awake. Between linears, on two busy cores, best of 48: 512 keys of 4 heads
+# of 256 take 112 us here, 260 us on threads of our own, 166 us on one thread; smollm2's 8K keys 524, 1075 and 845 us.
 from __future__ import annotations
 
 import ctypes
