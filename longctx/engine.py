@@ -20,7 +20,7 @@ from longctx.kv.budget import Demand, Plan, plan
 from longctx.kv.cache import CacheStats, KVCache
 from longctx.kv.groups import LayerGroup
 from longctx.kv.memory import Fixed
-from longctx.kv.partition import Partition, admit
+from longctx.kv.partition import Partition, admit, admit_score
 from longctx.kv.table import KeyChain
 from longctx.models.load import LoadedModel
 from longctx.offload.key import KeySpace, digest_of, root_key
@@ -106,13 +106,16 @@ class Engine:
         if min(ids) < 0 or max(ids) >= spec.vocab_size:
             bad = next(t for t in ids if not 0 <= t < spec.vocab_size)
             raise RequestError(f"token id {bad} is outside the model's vocabulary of {spec.vocab_size}")
-        # A scoring request generates nothing: its own last token takes the place of the one generated token.
-        num_prompt, max_tokens = (max(1, len(ids) - 1), 1) if score is not None else (len(ids), params.max_tokens)
-        refusal = admit(self.partition, num_prompt, max_tokens)
+        max_tokens = params.max_tokens
+        if score is not None:
+            refusal, total = admit_score(self.partition, len(ids)), len(ids)
+        else:
+            refusal = admit(self.partition, len(ids), max_tokens)
+            total = self.partition.longest_request if max_tokens is None else len(ids) + max_tokens
         if refusal is not None:
             raise refusal
-        total = self.partition.longest_request if max_tokens is None else num_prompt + max_tokens
-        regime = spec.rope.regime(spec.max_positions if max_tokens is None else total)
+        endless = score is None and max_tokens is None
+        regime = spec.rope.regime(spec.max_positions if endless else total)
         root = root_key(self._key_space, regime=regime, salt=cache_salt)
         tokenizer = self.loaded.tokenizer
         return Request(

@@ -29,6 +29,16 @@ class ScoreSheet:
     logprobs: list[np.ndarray] = field(default_factory=list)
     logits: list[np.ndarray] = field(default_factory=list)
 
+    @property
+    def num_scored(self) -> int:
+        return sum(map(len, self.logprobs))
+
+    def rewind(self, num_scored: int) -> None:
+        """Forget what will be computed again: every position from `num_scored` on."""
+        assert num_scored <= self.num_scored
+        for rows in (self.logprobs, self.logits):
+            rows[:] = [np.concatenate(rows)[:num_scored]] if num_scored and rows else []
+
 
 @dataclass(eq=False)
 class Request:

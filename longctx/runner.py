@@ -88,6 +88,9 @@ def _score(row: StepRow, logits_nV: torch.Tensor) -> RowResult:
     assert row.targets is not None
     targets = torch.as_tensor(row.targets, device=logits_nV.device)
     logprobs = torch.log_softmax(logits_nV.float(), dim=-1).gather(-1, targets[:, None])[:, 0]
+    if logprobs.isnan().any():
+        bad = row.start + int(logprobs.isnan().nonzero()[0])
+        return RowResult(row.request_id, error=f"the logits at position {bad} are not numbers: nothing can be scored")
     logits = logits_nV.float().cpu().numpy() if row.want_logits else None
     return RowResult(row.request_id, None, logprobs.cpu().numpy(), logits)
 

@@ -79,7 +79,8 @@ class Scheduler:
         for request in list(self.waiting):
             if len(self.running) >= self._config.max_running:
                 break
-            limit = 0 if request.score is not None else request.num_tokens - 1
+            # A cached position has no logits: scoring goes on, at the latest, where it was preempted.
+            limit = request.num_tokens - 1 if request.score is None else request.score.num_scored
             match = self._cache.match(request.chain, limit)
             owner = self._cache.pending_owner(request.chain, match) if request.score is None else None
             if owner is not None:
@@ -118,6 +119,8 @@ class Scheduler:
             request.id, request.chain, match, request.num_tokens, cacheable=request.cacheable
         )
         request.num_computed = match.tokens
+        if request.score is not None:
+            request.score.rewind(match.tokens)
         request.status = Status.RUNNING
         if request.cached_tokens is None:
             request.cached_tokens = match.tokens
@@ -177,9 +180,9 @@ class Scheduler:
         request.preemptions += 1
         bisect.insort(self.waiting, request, key=lambda r: r.arrival_s)
 
-    def _release(self, request: Request) -> None:
+    def _release(self, request: Request, *, cache: bool = True) -> None:
         assert request.table is not None
-        self._cache.release(request.table)
+        self._cache.release(request.table, cache=cache)
         request.table = None
         self.running.remove(request)
 
@@ -224,14 +227,16 @@ class Scheduler:
         return events
 
     def _take(self, request: Request, result: RowResult, now_s: float) -> list[Event]:
+        if result.error is not None:
+            # Logits that are not numbers come from keys and values that are not: nobody may go on from them.
+            self._release(request, cache=False)
+            return [request.finish("error", now_s, result.error)]
         if request.score is not None:
             assert result.logprobs is not None
             request.score.logprobs.append(result.logprobs)
             if result.logits is not None:
                 request.score.logits.append(result.logits)
             return [self._finish(request, "scored", now_s)] if request.num_computed == request.num_tokens else []
-        if result.error is not None:
-            return [self._finish(request, "error", now_s, result.error)]
         if result.token_id is None:
             return []
         event, reason = request.append(result.token_id, now_s)
@@ -250,10 +255,16 @@ class Scheduler:
         return [self._finish(r, "cancelled", now_s) for r in list(self.requests()) if r.cancelled]
 
     def fail(self, step: StepSpec, error: str) -> list[Event]:
-        """Finish the requests of a step that raised."""
+        """Finish the requests of a step that raised; others start again if nobody knows what was copied for them."""
         failed = {row.request_id for row in step.rows}
         now_s = time.perf_counter()
-        return [self._finish(r, "error", now_s, error) for r in list(self.running) if r.id in failed]
+        events = [self._finish(r, "error", now_s, error) for r in list(self.running) if r.id in failed]
+        targets = {(copy.group, copy.dst) for copy in step.copies}
+        for request in list(self.running) if targets else ():
+            assert request.table is not None
+            if any((g, slot) in targets for g, slots in enumerate(request.table.slots) for slot in slots):
+                self._preempt(request)
+        return events
 
     # -- telling -------------------------------------------------------------------------------------------------
 

@@ -61,7 +61,7 @@ class StepSpec:
 class RowResult:
     """What a step gave one row: a token if it sampled; logprobs [n] and, if asked for, logits [n, vocab] if it scored.
 
-    `error` says why no token could be sampled (logits that are not numbers); it ends this request and no other.
+    `error` says why nothing could be sampled or scored (logits that are not numbers); it ends only this request.
     """
 
     request_id: str

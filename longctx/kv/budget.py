@@ -100,6 +100,7 @@ def plan(
     data, scales = (demand.concurrency * part for part in request_bytes(groups, demand.tokens))
     marginal = [vector_bytes(group) for group in groups if group.window is None]
     verdict, fits_with = verdict_of(demand, room, max_positions, tiers)
+    served = verdict in ("fits", "spills")
     by_bytes = tokens_that_fit(groups, kv_limit, demand.concurrency)
     num_chunks, last_chunk = _chunks(demand.tokens, max_chunk, rates if chunk_tokens is None else None)
     seconds = None if rates is None else rates.prefill_seconds(demand.tokens, chunk_tokens=max_chunk)
@@ -119,7 +120,7 @@ def plan(
         workspace_bytes=fixed.workspace_bytes,
         process_bytes=fixed.process_bytes,
         pool_bytes=pool_bytes,
-        peak_bytes=fixed.total + (pool_bytes if verdict in ("fits", "spills") else max(pool_bytes, room.needs(demand))),
+        peak_bytes=max(fixed.load_peak, fixed.total + (pool_bytes if served else max(pool_bytes, room.needs(demand)))),
         needed_bytes=room.needs(demand),
         min_kv_bytes=room.shape(demand).min_kv_bytes,
         kv_limit_bytes=kv_limit,

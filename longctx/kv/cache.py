@@ -167,25 +167,24 @@ class KVCache:
     def release(self, table: BlockTable, *, cache: bool = True) -> None:
         """End a table: finished, cancelled or preempted. Blocks it shares lose one reference, its own are freed.
 
-        What was computed stays behind as cache entries, the partial last block too. With `cache` false the entries
-        after the request's own hit are forgotten, except those that others hold.
+        What was computed stays behind as cache entries, the partial last block too. With `cache` false nothing on this
+        request's path is found again, its own hit included, except what others hold: its numbers are not to be trusted.
         """
         self._check_live(table)
         for block in range(table.num_published, table.num_prompt_tokens // self._block_tokens):
             self._drop_pending(table, block)
-        publishes = self._publishes(table)
         rows = table.num_computed % self._block_tokens
-        if publishes and cache and rows:
+        if self._publishes(table) and cache and rows:
             tokens = table.chain.tokens(table.num_published)[:rows]
             for group in self._groups:
                 group.publish(table, table.num_published, tokens, None)
         for group in self._groups:
             group.release(table)
         del self._live[table.request_id]
-        if publishes and not cache:
-            for block in range(table.num_shared, table.num_published):
+        if table.epoch == self._epoch and not cache:
+            for block in range(table.num_published + 1):
                 for group in self._groups:
-                    group.forget_unheld(table.chain.key(block))
+                    group.forget_unheld(table.chain.parent(block), table.chain.tokens(block))
 
     def clear(self) -> None:
         """Forget all content, as when the weights were changed in place.

@@ -129,11 +129,12 @@ class GroupCache:
 
     # -- forgetting ----------------------------------------------------------------------------------------------
 
-    def forget_unheld(self, key: BlockKey) -> None:
-        slot = self.index.find(key)
-        if slot is not None and self.pool.refs(slot) == 0:
-            self.index.drop(slot)
-            self.pool.forget(slot)
+    def forget_unheld(self, parent: BlockKey, tokens: np.ndarray) -> None:
+        """Forget the entries after `parent` that have a row in common with `tokens`."""
+        for slot in self.index.relatives(parent, tokens):
+            if self.pool.refs(slot) == 0:
+                self.index.drop(slot)
+                self.pool.forget(slot)
 
     def clear(self) -> None:
         for slot in list(self.index.slots()):

@@ -59,6 +59,10 @@ class BlockIndex:
                 best_slot, best_rows = slot, rows
         return best_slot, best_rows
 
+    def relatives(self, parent: BlockKey, tokens: np.ndarray) -> list[int]:
+        """The children of `parent` that begin with the first of `tokens`."""
+        return [s for s, entry in self._children.get(parent, {}).items() if common_rows(entry.tokens, tokens)]
+
     def add(self, slot: int, parent: BlockKey, tokens: np.ndarray, key: BlockKey | None) -> list[int]:
         """Make a slot findable; answers the slots of partial entries that it replaced, which are dropped.
 

@@ -53,6 +53,12 @@ class Fixed:
     weight_bytes: int = 0
     workspace_bytes: int = 0
     process_bytes: int = 0
+    load_bytes: int = 0
+    """Taken only while loading, before a pool is touched: the largest matrix is there twice while it is packed."""
+
+    @property
+    def load_peak(self) -> int:
+        return self.weight_bytes + self.process_bytes + self.load_bytes
 
     @property
     def total(self) -> int:
@@ -78,6 +84,16 @@ def kv_limit(words: MemoryWords, fixed: Fixed, available_bytes: int) -> int:
     # Exact in decimals: 0.8 of 80 GB is 64 GB and not a byte less.
     fraction = Fraction(repr(words.memory_fraction or DEFAULT_FRACTION))
     return max(0, math.floor((device - fixed.total) * fraction))
+
+
+def fixed_for(spec: ModelSpec, chunk_tokens: int, sampling_rows: int) -> Fixed:
+    """What a CPU process holds besides the pool for steps of at most `chunk_tokens` tokens and `sampling_rows`."""
+    return Fixed(
+        spec.weight_bytes,
+        workspace_bytes(spec, min(chunk_tokens, spec.max_positions), sampling_rows),
+        PROCESS_BYTES + TOKENIZER_BYTES_PER_ENTRY * spec.vocab_size,
+        spec.head_params * DTYPE_BYTES[spec.dtype],
+    )
 
 
 def kv_memory_for(words: MemoryWords, fixed: Fixed, available_bytes: int, need_bytes: int) -> int:

@@ -223,3 +223,21 @@ def admit(part: Partition, num_prompt_tokens: int, max_tokens: int | None) -> Re
         f"{part.history_blocks:,} for {longest:,}: {change}, or set --kv-memory to at least "
         f"{part.shape.bytes_for(total, 1)} bytes ({format_bytes(part.shape.bytes_for(total, 1))})"
     )
+
+
+def admit_score(part: Partition, num_tokens: int) -> RequestError | None:
+    """The reason why a text can never be scored, or None: nothing is generated, but the last token is stored too."""
+    limit, blocks = part.shape.max_model_len, ceil_div(num_tokens, part.shape.block_tokens)
+    if num_tokens > limit:
+        return RequestError(
+            f"the text has {num_tokens:,} tokens and the model {limit:,} positions: shorten it by "
+            f"{num_tokens - limit:,} tokens"
+        )
+    if not part.shape.has_full or blocks <= part.history_blocks:
+        return None
+    needed = part.shape.bytes_for(num_tokens + 1, 1)
+    return DoesNotFitError(
+        f"scoring {num_tokens:,} tokens needs {blocks:,} blocks of KV memory, the pool has {part.history_blocks:,} for "
+        f"{part.tokens:,} tokens: shorten the text by {num_tokens - part.tokens:,} tokens, or set --kv-memory to at "
+        f"least {needed} bytes ({format_bytes(needed)})"
+    )

@@ -89,17 +89,26 @@ class TestPublish:
             driver.release(job)
             assert driver.free() == 10
 
-    def test_release_without_caching_takes_its_own_entries_along(self):
-        """sgl-project/sglang#36855: what the request found before stays, what it added goes."""
-        driver = CacheDriver((None, 6), (30, 30))
-        driver.run(prompt(1, 12))
+    def test_release_without_caching_takes_its_whole_path_along(self):
+        """What the request added and what it built upon goes, partial blocks too; other paths stay."""
+        driver = CacheDriver((None, 6), (40, 40))
+        driver.run(prompt(3, 20))
         before = driver.cached(), driver.cached(1)
-        job = driver.job([*prompt(1, 12), *prompt(2, 13)])
-        assert driver.admit(job)
+        driver.run(prompt(1, 14))
+        job = driver.job([*prompt(1, 13), *prompt(2, 13)])
+        assert driver.admit(job) and job.cached == 13
         driver.prefill(job)
         driver.release(job, cache=False)
         assert (driver.cached(), driver.cached(1)) == before
-        assert driver.match(job).tokens == 12
+        assert driver.match(job).tokens == 0
+
+    def test_release_without_caching_leaves_what_others_hold(self):
+        driver = full_cache(20)
+        driver.run(prompt(1, 20))
+        holder, job = driver.job(prompt(1, 20)), driver.job(prompt(1, 20))
+        assert driver.admit(holder) and driver.admit(job)
+        driver.release(job, cache=False)
+        assert driver.match(job).tokens == 16
 
 
 class TestReuse:
