@@ -12,6 +12,7 @@ from longctx.quant.layout import LayerKV
 
 # Beyond this many runs of neighbouring rows, one indexed write is cheaper than a copy for each run.
 MAX_RUNS = 16
+FP16_MAX = 65504.0
 
 
 def store_tokens(
@@ -23,9 +24,14 @@ def store_tokens(
 ) -> None:
     """Write token t's vectors into row `rows_T[t]` of slot `slots_T[t]`, in the pool's stored dtype.
 
-    `k_KTD` [K, T, Dk] and `v_KTD` [K, T, Dv] may be strided. No two tokens may share a place.
+    `k_KTD` [K, T, Dk] and `v_KTD` [K, T, Dv] may be strided. No two tokens may share a place. fp16 ends at 65,504: what
+    is larger is stored as that, for one infinite key would make every later query's attention NaN.
     """
     assert k_KTD.shape[1] == v_KTD.shape[1] == len(slots_T) == len(rows_T)
+    if layer.k.dtype == torch.float16:
+        k_KTD = k_KTD.clamp(-FP16_MAX, FP16_MAX)
+    if layer.v.dtype == torch.float16:
+        v_KTD = v_KTD.clamp(-FP16_MAX, FP16_MAX)
     if layer.k.device.type == "cpu":
         slots, rows = np.asarray(slots_T), np.asarray(rows_T)
         runs = _neighbour_runs(slots, rows)

@@ -104,3 +104,18 @@ def test_offsets_beyond_31_bits(fmt):
     for neighbour in (0, 2, num_slots - 2):
         assert not layer.k[neighbour].any() and not layer.v[neighbour].any()
     assert not layer.k[1, :, 44:].any()
+
+
+@pytest.mark.parametrize("count", [1, 3, 40])
+def test_fp16_ends_at_its_largest_value(count):
+    """B137: keys beyond 65,504 became infinite, and logits NaN (huggingface/transformers#36822, #36832, #39972)."""
+    layer = poisoned_layer(6, "fp16")
+    k_KTD, v_KTD = torch.randn(2, count, 16), torch.randn(2, count, 16)
+    k_KTD[0, 0, :3] = torch.tensor([7e4, -1e30, math.inf])
+    v_KTD[1, -1, 5] = -66_000.0
+    # Every second row, so that many tokens take the indexed write.
+    slots, rows = 1 + np.arange(count) * 2 // BLOCK, np.arange(count) * 2 % BLOCK
+    store_tokens(layer, slots, rows, k_KTD, v_KTD)
+    for stored, given in ((layer.k, k_KTD), (layer.v, v_KTD)):
+        back = stored[torch.as_tensor(slots), :, torch.as_tensor(rows)].transpose(0, 1)
+        assert torch.equal(back, given.clamp(-65504, 65504).half())
