@@ -14,7 +14,7 @@ from longctx.engine import Engine
 from longctx.errors import EngineError, LongctxError
 from longctx.events import FinishEvent
 from longctx.kv.groups import make_groups
-from longctx.kv.memory import PROCESS_BYTES, Fixed, MemoryWords, check_machine, kv_memory_for, workspace_bytes
+from longctx.kv.memory import Fixed, MemoryWords, check_machine, fixed_for, kv_memory_for
 from longctx.kv.partition import Partition, PoolShape, ceil_div, partition
 from longctx.models.allow import ALLOWED, verify_against_eager
 from longctx.models.fused import fuse
@@ -72,8 +72,7 @@ def assemble(config: EngineConfig, loaded: LoadedModel, rates: Rates, *, kv_toke
     shape = PoolShape(
         groups, scheduler.max_running, scheduler.largest_chunk, spec.max_positions, config.cache.tail_every
     )
-    workspace = workspace_bytes(spec, scheduler.largest_chunk, scheduler.max_running)
-    fixed = Fixed(spec.weight_bytes, workspace, PROCESS_BYTES)
+    fixed = fixed_for(spec, scheduler.largest_chunk, scheduler.max_running)
     if kv_tokens is None:
         part = size_pool(config.cache, shape, fixed)
     else:

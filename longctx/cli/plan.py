@@ -105,14 +105,13 @@ def make_plans(
     from longctx.config import SchedulerConfig
     from longctx.kv.budget import Demand, PoolShape
     from longctx.kv.budget import plan as plan_one
-    from longctx.kv.memory import PROCESS_BYTES, Fixed, kv_limit, kv_memory_for, workspace_bytes
+    from longctx.kv.memory import Fixed, fixed_for, kv_limit, kv_memory_for
     from longctx.rates import rates_for
 
     spec, max_chunk = subject.spec, chunk_tokens or SchedulerConfig.max_chunk_tokens
     fixed, rates = Fixed(subject.weight_bytes), None
     if spec is not None:
-        workspace = workspace_bytes(spec, min(max_chunk, spec.max_positions), concurrency)
-        fixed, rates = Fixed(spec.weight_bytes, workspace, PROCESS_BYTES), rates_for(spec)
+        fixed, rates = fixed_for(spec, max_chunk, concurrency), rates_for(spec)
     available = machine.available_bytes()
     plans = []
     for tokens in lengths:

@@ -16,6 +16,9 @@ DEFAULT_FRACTION = 0.9
 PROCESS_BYTES = 450_000_000
 """Resident size of the interpreter with torch, transformers and numba before any weight (410 MB with a CPU build)."""
 
+TOKENIZER_BYTES_PER_ENTRY = 1300
+"""Resident bytes of a tokenizer per entry of the vocabulary (334 MiB measured for 262,144 entries)."""
+
 
 @dataclass(frozen=True)
 class MemoryWords:
