@@ -47,6 +47,9 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     engine = assemble(config, loaded, rates_for(loaded.spec))
     if loaded.spec.model_type not in ALLOWED:
         verify_against_eager(loaded.model, lambda ids: torch.as_tensor(score_alone(engine, ids)))
+    if progress is not None:
+        progress("compiling kernels", 0, 1)
+    engine.runner.warm_up()
     return engine
 
 

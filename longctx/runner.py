@@ -17,6 +17,7 @@ from longctx.models.hook import attach
 from longctx.models.rotary import RegimeRotary
 from longctx.models.spec import ModelSpec
 from longctx.parallel.group import Group, SoloGroup
+from longctx.params import SamplingParams
 from longctx.sampler import SamplingError, sample_rows
 from longctx.step import RowResult, StepRow, StepSpec
 
@@ -67,6 +68,16 @@ class Runner:
         tokens = sample_rows(logits[[where[i].start for i in sampling]], rows, self._vocab_limit) if rows else []
         sampled = {i: _sampled(step.rows[i], token) for i, token in zip(sampling, tokens, strict=True)}
         return [{**scored, **sampled}.get(i, RowResult(row.request_id)) for i, row in enumerate(step.rows)]
+
+    def warm_up(self) -> None:
+        """Compute one prompt token and one decoded token in slots that nobody uses yet.
+
+        Whatever is compiled on first use is compiled here, and no request's first token waits for it.
+        """
+        tables = tuple(np.array([1, 2], dtype=np.int64) for _ in self.storage.pools)
+        for start in (0, 1):
+            row = StepRow("warm-up", start, np.zeros(1, np.int64), tables, 1, 0, SamplingParams(), 0, sample=True)
+            self.run(StepSpec((row,)))
 
     def _forward(self, rows: Sequence[StepRow], plan: ForwardPlan, kept: np.ndarray) -> torch.Tensor:
         device = self._model.device
