@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from longctx.attention.span import AttnParams
 from longctx.build import build_engine
