@@ -26,7 +26,7 @@ from longctx.models.load import LoadedModel
 from longctx.offload.key import KeySpace, digest_of, root_key
 from longctx.params import SamplingParams
 from longctx.rates import Rates
-from longctx.request import Request, ScoreSheet, Status
+from longctx.request import Request, ScoreSheet, Status, as_token_ids
 from longctx.runner import Runner
 from longctx.scheduler import Scheduler
 from longctx.step import RowResult, StepSpec
@@ -100,7 +100,7 @@ class Engine:
         Raises `RequestError` or `DoesNotFitError` before any work is done.
         """
         spec = self.loaded.spec
-        ids = [int(t) for t in token_ids]
+        ids = as_token_ids(token_ids)
         if not ids:
             raise RequestError("the prompt is empty; give at least one token")
         if min(ids) < 0 or max(ids) >= spec.vocab_size:
@@ -144,11 +144,10 @@ class Engine:
 
     def cancel(self, request_id: str) -> bool:
         """Ask for a request to end; honoured between layers. False if no such request is alive."""
-        for request in self.scheduler.requests():
-            if request.id == request_id:
-                request.cancelled = True
-                return True
-        return False
+        request = self.scheduler.live.get(request_id)
+        if request is not None:
+            request.cancelled = True
+        return request is not None
 
     def plan(self, tokens: int, *, concurrency: int = 1) -> Plan:
         """What `concurrency` requests of `tokens` tokens need of this engine's pool, and how long prefill takes."""
@@ -201,7 +200,7 @@ class Engine:
 
     def _on_layer(self, step: StepSpec, fraction: float) -> None:
         """Between two layers: give up if most of the step is no longer wanted, and say how far it is."""
-        live = {r.id: r for r in self.scheduler.running}
+        live = self.scheduler.live
         unwanted = sum(row.n for row in step.rows if live[row.request_id].cancelled)
         if 2 * unwanted > step.num_tokens:
             raise StepAbandonedError

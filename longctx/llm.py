@@ -7,6 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Number
 from typing import Any
 
 import numpy as np
@@ -14,14 +15,14 @@ import numpy as np
 from longctx.build import Progress, build_engine
 from longctx.config import EngineConfig
 from longctx.engine import Engine
-from longctx.errors import EngineError, RequestError
+from longctx.errors import EngineError, LongctxError, RequestError
 from longctx.events import Event, FinishEvent, Timings, Usage
 from longctx.kv.budget import Plan
 from longctx.loop import EngineLoop, Subscription
 from longctx.models.tokenizer import encode_chat, encode_prompt
 from longctx.params import SamplingParams
 from longctx.rates import rates_path
-from longctx.request import Request, ScoreSheet
+from longctx.request import Request, ScoreSheet, as_token_ids
 
 log = logging.getLogger(__name__)
 
@@ -75,10 +76,12 @@ class LLM:
         """Token ids of a prompt, special tokens added by the model's own rule."""
         if isinstance(prompt, str):
             return encode_prompt(self._need_tokenizer(), prompt)
+        if isinstance(prompt, Mapping | bytes) or not hasattr(prompt, "__iter__"):
+            raise RequestError(f"a prompt is text, token ids or a list of chat messages, got {type(prompt).__name__}")
         items: list[Any] = list(prompt)
         if items and isinstance(items[0], Mapping):
             return encode_chat(self._need_tokenizer(), items)
-        return [int(t) for t in items]
+        return as_token_ids(items)
 
     def plan(self, prompt: Prompt | int, *, max_tokens: int = 1, concurrency: int = 1) -> Plan:
         """What a prompt (or a number of tokens) needs and how long it takes, by the numbers admission uses."""
@@ -101,7 +104,7 @@ class LLM:
             yield from subscription
         finally:
             if not subscription.finished:
-                self._loop.cancel(subscription.request)
+                self._loop.cancel(subscription.request.id)
 
     def generate(
         self,
@@ -110,17 +113,23 @@ class LLM:
         *,
         cache_salt: str | None = None,
     ) -> list[Output]:
-        """Run prompts together and return their outputs in order. A single string is taken as one prompt."""
-        many: list[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)  # type: ignore[arg-type]
+        """Run prompts together and return their outputs in order; an empty list gives none.
+
+        A string, a flat list of token ids and a list of chat messages are each one prompt. All prompts are checked
+        before the first is computed; if one fails, or the caller is interrupted, the others are cancelled.
+        """
+        many = _each_prompt(prompts)
         each = [params or SamplingParams()] * len(many) if not isinstance(params, Sequence) else list(params)
         if len(each) != len(many):
             raise RequestError(f"{len(many)} prompts but {len(each)} sampling params")
-        started = [self.start(p, s, cache_salt=cache_salt) for p, s in zip(many, each, strict=True)]
-        return [_output(_last(subscription)) for subscription in started]
+        requests = [
+            self.engine.make_request(self.encode(p), s, cache_salt=cache_salt) for p, s in zip(many, each, strict=True)
+        ]
+        return [_output(event) for event in self._run_all(requests)]
 
     def cancel(self, request: Request | str) -> bool:
         """Ask for a request to end, between two layers at the latest. False if it is not alive."""
-        return self.engine.cancel(request if isinstance(request, str) else request.id)
+        return self._loop.cancel(request if isinstance(request, str) else request.id)
 
     def score(self, token_ids: Sequence[int], *, logits: bool = False) -> Score:
         """Logprob of every token given those before it, in bounded memory; with `logits`, every row too.
@@ -129,7 +138,9 @@ class LLM:
         """
         sheet = ScoreSheet(want_logits=logits)
         request = self.engine.make_request(token_ids, SamplingParams(max_tokens=1), score=sheet)
-        _last(self._loop.submit(request))
+        [event] = self._run_all([request])
+        if event.reason != "scored":
+            raise LongctxError("the request was cancelled before everything was scored")
         logprobs = np.concatenate(sheet.logprobs)[:-1]
         return Score([None, *logprobs.tolist()], np.concatenate(sheet.logits) if logits else None)
 
@@ -143,6 +154,24 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _run_all(self, requests: Sequence[Request]) -> list[FinishEvent]:
+        """Run requests to their ends, never more at a time than the queue takes from one caller."""
+        events: list[FinishEvent] = []
+        started: deque[Subscription] = deque()
+        try:
+            for request in requests:
+                if len(started) == self.engine.config.scheduler.max_queue:
+                    events.append(_last(started[0]))
+                    started.popleft()
+                started.append(self._loop.submit(request))
+            while started:
+                events.append(_last(started[0]))
+                started.popleft()
+        finally:
+            for subscription in started:
+                self._loop.cancel(subscription.request.id)
+        return events
+
     def _need_tokenizer(self) -> Any:
         if self.tokenizer is None:
             raise RequestError("this model has no tokenizer; give token ids instead of text")
@@ -155,6 +184,15 @@ def _shut_down(loop: EngineLoop, engine: Engine) -> None:
         engine.rates.save(rates_path(engine.loaded.spec))
     except OSError as error:
         log.warning("measured step times were not saved: %s", error)
+
+
+def _each_prompt(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
+    """`generate`'s prompts one by one: text, token ids or messages standing alone are one prompt."""
+    if isinstance(prompts, str | bytes | Mapping) or not hasattr(prompts, "__iter__"):
+        return [prompts]
+    items: list[Any] = list(prompts)
+    is_one = bool(items) and (isinstance(items[0], Mapping | Number) or getattr(items[0], "ndim", None) == 0)
+    return [items] if is_one else items
 
 
 def _last(subscription: Subscription) -> FinishEvent:

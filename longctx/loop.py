@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Iterator
@@ -10,6 +11,8 @@ from longctx.engine import Engine
 from longctx.errors import EngineError, LongctxError
 from longctx.events import Event, FinishEvent, ProgressEvent
 from longctx.request import Request
+
+log = logging.getLogger(__name__)
 
 PROGRESS_INTERVAL_MS = 50.0
 
@@ -25,7 +28,7 @@ class Subscription:
 
     def put(self, event: Event | Exception) -> None:
         # Layers can follow each other faster than anyone reads: thin out progress, never anything else.
-        if isinstance(event, ProgressEvent) and event.processed < event.total:
+        if isinstance(event, ProgressEvent) and (event.processed < event.total or event.stage == "queued"):
             if event.time_ms - self._last_progress_ms < PROGRESS_INTERVAL_MS:
                 return
             self._last_progress_ms = event.time_ms
@@ -44,37 +47,50 @@ class EngineLoop:
     """Owns the stepping thread. Methods may be called from any thread.
 
     Between steps it takes new requests from its inbox, so a caller never waits for a step; when the engine goes idle it
-    checks the cache's integrity and sleeps. If the engine breaks, every open subscription raises `EngineError`, and so
-    does every later `submit`.
+    checks the cache's integrity and sleeps. Every subscription ends: with its `FinishEvent`, with the error that
+    refused it, or, if the engine breaks, with an `EngineError`, which every later `submit` raises too.
     """
 
     def __init__(self, engine: Engine):
         self._engine = engine
         self._inbox: queue.SimpleQueue[Subscription | None] = queue.SimpleQueue()
+        # Reentrant: the garbage collector may close this engine while its own thread holds the lock.
+        self._lock = threading.RLock()
         self._open: dict[str, Subscription] = {}
-        self._failure: Exception | None = None
+        self._ended: Exception | None = None
         engine.on_progress = self._deliver
         self._thread = threading.Thread(target=self._main, name="longctx-engine", daemon=True)
         self._thread.start()
 
     def submit(self, request: Request) -> Subscription:
         """Hand a request over; its events arrive on the subscription."""
-        if self._failure is not None:
-            raise EngineError(f"the engine has stopped: {self._failure}") from self._failure
         subscription = Subscription(request)
-        self._inbox.put(subscription)
+        with self._lock:
+            if self._ended is not None:
+                raise type(self._ended)(str(self._ended)) from self._ended.__cause__
+            self._open[request.id] = subscription
+            self._inbox.put(subscription)
         return subscription
 
-    def cancel(self, request: Request) -> None:
-        """Ask for a request to end; its `FinishEvent` follows within a layer's time."""
-        request.cancelled = True
+    def cancel(self, request_id: str) -> bool:
+        """Ask for a request to end; its `FinishEvent` follows within a layer's time. False if it is not alive."""
+        with self._lock:
+            subscription = self._open.get(request_id)
+            if subscription is not None:
+                subscription.request.cancelled = True
+        return subscription is not None
 
     def stop(self) -> None:
-        """End the thread after its current step; open requests are cancelled."""
-        for subscription in list(self._open.values()):
-            subscription.request.cancelled = True
+        """End the thread within a layer's time; open requests are cancelled. May be called again, and by the thread."""
+        with self._lock:
+            if self._ended is None:
+                self._ended = LongctxError("this engine was closed: make a new one")
+                for subscription in self._open.values():
+                    subscription.request.cancelled = True
         self._inbox.put(None)
-        self._thread.join()
+        # The garbage collector may call from any thread, the engine's own too.
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
 
     def _main(self) -> None:
         try:
@@ -83,10 +99,17 @@ class EngineLoop:
                     self._deliver(event)
                 if not self._engine.has_work:
                     self._engine.check_integrity()
-        except Exception as error:
-            self._failure = error
-            for subscription in self._open.values():
-                subscription.put(EngineError(f"the engine has stopped: {error}"))
+            for event in self._engine.scheduler.drop_cancelled():
+                self._deliver(event)
+        except BaseException as error:
+            log.exception("the engine has stopped")
+            failure = EngineError(f"the engine has stopped: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            with self._lock:
+                self._ended = failure
+                abandoned, self._open = list(self._open.values()), {}
+            for subscription in abandoned:
+                subscription.put(failure)
 
     def _take_messages(self) -> bool:
         """Take what is in the inbox, waiting for something when there is no work; False means stop."""
@@ -97,13 +120,17 @@ class EngineLoop:
             try:
                 self._engine.submit(subscription.request)
             except LongctxError as error:
+                self._close(subscription.request.id)
                 subscription.put(error)
-            else:
-                self._open[subscription.request.id] = subscription
         return True
 
     def _deliver(self, event: Event) -> None:
-        if isinstance(event, FinishEvent):
-            self._open.pop(event.request_id).put(event)
-        else:
-            self._open[event.request_id].put(event)
+        # Whoever steps the engine by hand as well has requests that nobody subscribed to.
+        is_last = isinstance(event, FinishEvent)
+        subscription = self._close(event.request_id) if is_last else self._open.get(event.request_id)
+        if subscription is not None:
+            subscription.put(event)
+
+    def _close(self, request_id: str) -> Subscription | None:
+        with self._lock:
+            return self._open.pop(request_id, None)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import operator
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 import numpy as np
 
 from longctx.detokenize import IncrementalDetokenizer
+from longctx.errors import RequestError
 from longctx.events import FinishEvent, ProgressEvent, Timings, TokenEvent, Usage
 from longctx.kv.table import BlockTable, KeyChain
 from longctx.params import SamplingParams
@@ -19,6 +23,14 @@ class Status(Enum):
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
+
+
+def as_token_ids(values: Iterable[Any]) -> list[int]:
+    """Whole numbers of any library's kind as a list; `RequestError` for what would have to be rounded or read."""
+    try:
+        return [operator.index(value) for value in values]
+    except TypeError as error:
+        raise RequestError(f"token ids must be a flat list of whole numbers: {error}") from error
 
 
 @dataclass
@@ -45,7 +57,8 @@ class Request:
     """A prompt on its way to an answer. Owned by the scheduler; `cancelled` may be set from any thread.
 
     `token_ids` grows from the prompt by the generated tokens. Tokens [0, num_computed) have keys and values in `table`;
-    while the request waits it has no table and `num_computed` is 0. `max_total_tokens` is prompt plus `max_tokens`.
+    while the request waits it has no table and `num_computed` is 0. `max_total_tokens` is prompt plus `max_tokens`;
+    `order` is its place among all requests ever queued: who comes first is not who was built first.
     """
 
     id: str
@@ -67,6 +80,7 @@ class Request:
     computed_tokens: int = 0
     preemptions: int = 0
     cancelled: bool = False
+    order: int = 0
     texts: list[str] = field(default_factory=list)
     arrival_s: float = field(default_factory=time.perf_counter)
     start_s: float | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,13 +46,15 @@ class Scheduler:
         self._block_tokens = block_tokens
         self.waiting: list[Request] = []
         self.running: list[Request] = []
+        self.live: dict[str, Request] = {}
+        self._added = 0
 
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def requests(self) -> Iterable[Request]:
-        return (*self.running, *self.waiting)
+    def requests(self) -> list[Request]:
+        return list(self.live.values())
 
     def add(self, request: Request) -> None:
         """Queue a request; `QueueFullError` when the queue is full."""
@@ -60,6 +62,9 @@ class Scheduler:
             raise QueueFullError(
                 f"the queue holds {len(self.waiting)} requests, its limit; try again later or raise max_queue"
             )
+        self._added += 1
+        request.order = self._added
+        self.live[request.id] = request
         self.waiting.append(request)
 
     # -- planning ------------------------------------------------------------------------------------------------
@@ -125,7 +130,7 @@ class Scheduler:
         if request.cached_tokens is None:
             request.cached_tokens = match.tokens
             request.start_s = time.perf_counter()
-        bisect.insort(self.running, request, key=lambda r: r.arrival_s)
+        bisect.insort(self.running, request, key=lambda r: r.order)
         return copies
 
     def _share(self, prefills: Sequence[Request], decodes: Sequence[int]) -> list[_Planned]:
@@ -158,7 +163,7 @@ class Scheduler:
     def _place(self, planned: Sequence[_Planned]) -> list[_Planned]:
         """Give slots to what was planned, oldest request first; the youngest pays when there are none left."""
         placed = []
-        for item in sorted(planned, key=lambda p: p.request.arrival_s):
+        for item in sorted(planned, key=lambda p: p.request.order):
             if item.request.status is Status.RUNNING and self._make_room(item.request, item.n):
                 placed.append(item)
         return placed
@@ -178,7 +183,7 @@ class Scheduler:
         request.num_computed = 0
         request.status = Status.WAITING
         request.preemptions += 1
-        bisect.insort(self.waiting, request, key=lambda r: r.arrival_s)
+        bisect.insort(self.waiting, request, key=lambda r: r.order)
 
     def _release(self, request: Request, *, cache: bool = True) -> None:
         assert request.table is not None
@@ -211,11 +216,10 @@ class Scheduler:
 
     def commit(self, step: StepSpec, results: Sequence[RowResult]) -> list[Event]:
         """Publish what was computed, take the new tokens, finish what is done."""
-        by_id = {r.id: r for r in self.running}
         now_s = time.perf_counter()
         events: list[Event] = []
         for row, result in zip(step.rows, results, strict=True):
-            request = by_id[row.request_id]
+            request = self.live[row.request_id]
             assert request.table is not None and request.num_computed == row.start
             was_prefill = request.in_prefill
             request.num_computed += row.n
@@ -229,8 +233,7 @@ class Scheduler:
     def _take(self, request: Request, result: RowResult, now_s: float) -> list[Event]:
         if result.error is not None:
             # Logits that are not numbers come from keys and values that are not: nobody may go on from them.
-            self._release(request, cache=False)
-            return [request.finish("error", now_s, result.error)]
+            return [self._finish(request, "error", now_s, result.error, cache=False)]
         if request.score is not None:
             assert result.logprobs is not None
             request.score.logprobs.append(result.logprobs)
@@ -242,9 +245,12 @@ class Scheduler:
         event, reason = request.append(result.token_id, now_s)
         return [event] if reason is None else [event, self._finish(request, reason, now_s)]
 
-    def _finish(self, request: Request, reason: str, now_s: float, error: str | None = None) -> Event:
+    def _finish(
+        self, request: Request, reason: str, now_s: float, error: str | None = None, *, cache: bool = True
+    ) -> Event:
+        del self.live[request.id]
         if request.status is Status.RUNNING:
-            self._release(request)
+            self._release(request, cache=cache)
         else:
             self.waiting.remove(request)
         return request.finish(reason, now_s, error)
@@ -252,7 +258,7 @@ class Scheduler:
     def drop_cancelled(self) -> list[Event]:
         """Finish every request whose cancellation was asked for; what it computed stays as cache entries."""
         now_s = time.perf_counter()
-        return [self._finish(r, "cancelled", now_s) for r in list(self.requests()) if r.cancelled]
+        return [self._finish(r, "cancelled", now_s) for r in self.requests() if r.cancelled]
 
     def fail(self, step: StepSpec, error: str) -> list[Event]:
         """Finish the requests of a step that raised; others start again if nobody knows what was copied for them."""
