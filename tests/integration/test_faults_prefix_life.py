@@ -216,7 +216,7 @@ def test_a_partial_block_that_was_filled_is_never_its_old_self(kind: str) -> Non
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
 def test_a_preempted_request_resumes_with_what_it_generated(kind: str) -> None:
-    """B28: the look-up on resume forgets generated tokens, or takes rows half overwritten (LMCache/LMCache#1969, #2007).
+    """B28: the look-up on resume forgets generated tokens, or takes overwritten rows (LMCache/LMCache#1969, #2007).
 
     Seven blocks, prompts of 34 and 35 tokens, 24 more each: one is preempted in mid-decode. The logits are those of a
     pool without limit, and the hit covers all its whole blocks.

@@ -75,7 +75,7 @@ def test_dynamic_ntk_has_one_base_per_request() -> None:
 
 
 def test_longrope_has_one_table_per_request() -> None:
-    """B85: short keys must not be found by a request that will use the long factors (huggingface/transformers#25104)."""
+    """B85: short keys are not found by a request that will use the long factors (huggingface/transformers#25104)."""
     model = make_tiny("phi3_longrope", peaky=True)
     engine = make_engine(model)
     for total, cached in ((64, 0), (65, 0), (60, 47), (200, 47)):
@@ -99,7 +99,7 @@ def test_gemma3_scales_its_global_layers_only() -> None:
     """B87: the factor on sliding layers too, or on none (ggml-org/llama.cpp#14367, ollama/ollama#13474,
     Blaizzy/mlx-vlm#1709, lablup/mlxcel#1340).
 
-    Factor 8 on the global layer, thetas of 1e6 and 1e4: every layer's output is Hugging Face's from 200 to 2,000 tokens.
+    Factor 8 on the global layer, thetas of 1e6 and 1e4: each layer's output is Hugging Face's from 200 to 2,000 tokens.
     """
     model = make_tiny("gemma3_text", peaky=True)
     ids = random_ids(2000)

@@ -106,7 +106,7 @@ def test_a_planted_key_is_seen_by_exactly_the_window(kind: str, chunk: int) -> N
 def test_blocks_that_slid_out_are_given_back_while_decoding(kind: str) -> None:
     """B34: they are never released (vllm-project/vllm#34568): 10 W tokens are decoded."""
     window, chunk = WINDOW[kind], 40
-    one = {"num_hidden_layers": 2, **({"layer_types": ["sliding_attention", "full_attention"]})}
+    one = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
     model = make_tiny(kind, **(one if kind == "gemma3_text" else {"num_hidden_layers": 1}))
     engine = make_engine(model, chunk_tokens=chunk)
     request = engine.add(random_ids(5 * window), params(10 * window))

@@ -116,6 +116,6 @@ def test_fp16_ends_at_its_largest_value(count):
     # Every second row, so that many tokens take the indexed write.
     slots, rows = 1 + np.arange(count) * 2 // BLOCK, np.arange(count) * 2 % BLOCK
     store_tokens(layer, slots, rows, k_KTD, v_KTD)
-    for stored, given in ((layer.k, k_KTD), (layer.v, v_KTD)):
+    for stored, fresh in ((layer.k, k_KTD), (layer.v, v_KTD)):
         back = stored[torch.as_tensor(slots), :, torch.as_tensor(rows)].transpose(0, 1)
-        assert torch.equal(back, given.clamp(-65504, 65504).half())
+        assert torch.equal(back, fresh.clamp(-65504, 65504).half())
