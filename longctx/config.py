@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
+from numbers import Integral, Real
 from typing import Any
 
 from longctx.errors import LongctxError
 from longctx.units import parse_bytes, parse_tokens
+
+
+def _check_whole(config: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if not (isinstance(value, Integral) and value > 0):
+            raise LongctxError(f"{name} must be a positive whole number, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -38,6 +46,7 @@ class CacheConfig:
     tail_every: int = 8192
 
     def __post_init__(self) -> None:
+        _check_whole(self, "block_tokens", "tail_every")
         if self.memory_fraction is not None and not 0.0 < self.memory_fraction <= 1.0:
             raise LongctxError(f"memory_fraction must be above 0 and at most 1, got {self.memory_fraction}")
 
@@ -60,15 +69,13 @@ class SchedulerConfig:
     deterministic: bool = False
 
     def __post_init__(self) -> None:
-        positive = {
-            name: getattr(self, name)
-            for name in ("max_running", "max_queue", "max_chunk_tokens", "step_seconds", "itl_target_s")
-        }
+        _check_whole(self, "max_running", "max_queue", "max_chunk_tokens")
         if self.chunk_tokens is not None:
-            positive["chunk_tokens"] = self.chunk_tokens
-        for name, value in positive.items():
-            if not value > 0:
-                raise LongctxError(f"{name} must be positive, got {value}")
+            _check_whole(self, "chunk_tokens")
+        for name in ("step_seconds", "itl_target_s"):
+            value = getattr(self, name)
+            if not (isinstance(value, Real) and value > 0):
+                raise LongctxError(f"{name} must be a positive number of seconds, got {value!r}")
 
     @property
     def largest_chunk(self) -> int:
@@ -96,6 +103,8 @@ class EngineConfig:
             ("kv_memory", parse_bytes),
             ("device_memory", parse_bytes),
             ("max_model_len", parse_tokens),
+            ("chunk_tokens", parse_tokens),
+            ("max_chunk_tokens", parse_tokens),
         ):
             if isinstance(options.get(name), str):
                 options[name] = parse(options[name], name)

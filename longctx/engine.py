@@ -100,6 +100,8 @@ class Engine:
         Raises `RequestError` or `DoesNotFitError` before any work is done.
         """
         spec = self.loaded.spec
+        if not isinstance(cache_salt, str | None):
+            raise RequestError(f"cache_salt must be text, got {cache_salt!r}")
         ids = as_token_ids(token_ids)
         if not ids:
             raise RequestError("the prompt is empty; give at least one token")
@@ -150,7 +152,8 @@ class Engine:
         return request is not None
 
     def plan(self, tokens: int, *, concurrency: int = 1) -> Plan:
-        """What `concurrency` requests of `tokens` tokens need of this engine's pool, and how long prefill takes."""
+        """What `concurrency` requests of `tokens` tokens (prompt + generated) need of this engine's pool, and how long
+        prefill takes."""
         return plan(
             Demand(tokens, concurrency),
             self.groups,

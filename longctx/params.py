@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from longctx.errors import RequestError
 
@@ -17,7 +20,7 @@ class SamplingParams:
 
     `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 are off. `max_tokens` None means up to the model's limit.
     `seed` None draws a fresh one, which the request then reports. `stop` strings end the text before themselves.
-    Raises `RequestError` for a value out of range.
+    Numbers of other libraries are taken; raises `RequestError` for a value of another kind or out of range.
     """
 
     max_tokens: int | None = None
@@ -29,10 +32,13 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        else:
-            object.__setattr__(self, "stop", tuple(self.stop))
+        # The engine's thread computes with these: a value of the wrong kind must not get that far.
+        for name in ("max_tokens", "top_k", "seed"):
+            self._convert(name, operator.index, "a whole number")
+        for name in ("temperature", "top_p"):
+            self._convert(name, _real, "a number")
+        stop = self.stop
+        self._convert("stop", lambda _: (stop,) if isinstance(stop, str) else tuple(stop), "a string or several")
         checks = (
             (self.max_tokens is None or self.max_tokens >= 1, f"max_tokens must be at least 1, got {self.max_tokens}"),
             (
@@ -51,3 +57,18 @@ class SamplingParams:
         for ok, message in checks:
             if not ok:
                 raise RequestError(message)
+
+    def _convert(self, name: str, convert: Callable[[Any], Any], kind: str) -> None:
+        value = getattr(self, name)
+        if value is None and name in ("max_tokens", "seed"):
+            return
+        try:
+            object.__setattr__(self, name, convert(value))
+        except TypeError as error:
+            raise RequestError(f"{name} must be {kind}, got {value!r}") from error
+
+
+def _real(value: Any) -> float:
+    if isinstance(value, str):
+        raise TypeError("text is no number")
+    return float(value)

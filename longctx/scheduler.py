@@ -20,6 +20,10 @@ from longctx.step import CopyRows, RowResult, StepRow, StepSpec
 SCORE_LOGIT_BYTES = 64 * 2**20
 """Logits of a scoring chunk stay under this, whatever the vocabulary."""
 
+LEAST_CHUNK = 16
+"""Prompt tokens in every step, even where reading the weights alone takes longer than the step's time: with one token
+each time a long prompt would never end, and so many more cost little beside the weights."""
+
 PREFILL_RESERVE = 4
 """The oldest prefill keeps at least one part in this many of every step; shorter ones go first with the rest."""
 
@@ -157,8 +161,9 @@ class Scheduler:
         cap_s = self._config.step_seconds
         if decodes:
             cap_s = min(cap_s, self._config.itl_target_s)
-        start = max(r.num_computed for r in prefills)
-        return self._rates.largest_chunk(start, cap_s, decodes=decodes, maximum=self._config.max_chunk_tokens)
+        start, most = max(r.num_computed for r in prefills), self._config.max_chunk_tokens
+        chunk = self._rates.largest_chunk(start, cap_s, decodes=decodes, maximum=most)
+        return max(chunk, min(LEAST_CHUNK, most))
 
     def _place(self, planned: Sequence[_Planned]) -> list[_Planned]:
         """Give slots to what was planned, oldest request first; the youngest pays when there are none left."""

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from longctx.errors import EngineError, LongctxError, RequestError
-from longctx.events import FinishEvent, TokenEvent
+from longctx.events import FinishEvent, ProgressEvent, TokenEvent
 from longctx.llm import LLM
-from longctx.loop import EngineLoop
+from longctx.loop import PROGRESS_INTERVAL_MS, EngineLoop, Subscription
 from longctx.params import SamplingParams
 from tests.helpers.engine import make_engine
 from tests.helpers.tiny import make_tiny, random_ids
@@ -225,3 +225,20 @@ def test_leaving_the_interpreter_in_the_middle_of_a_stream(folder, tmp_path) -> 
         env={**os.environ, "LONGCTX_CACHE": str(tmp_path)},
     )
     assert run.returncode == 0 and "Traceback" not in run.stderr and "Exception" not in run.stderr, run.stderr
+
+
+def test_the_plan_of_a_prompt_and_its_answer_is_what_admission_asks(llm) -> None:
+    tokens = llm.engine.partition.longest_request
+    assert llm.plan(tokens - 5, max_tokens=5).verdict == "fits"
+    assert llm.plan(np.int64(tokens - 5), max_tokens=6).verdict != "fits"
+    llm.start(random_ids(tokens - 5), SamplingParams(max_tokens=5))
+    with pytest.raises(RequestError):
+        llm.start(random_ids(tokens - 5), SamplingParams(max_tokens=6))
+
+
+def test_a_queued_request_does_not_bury_its_reader_in_events() -> None:
+    """A request that was preempted while it decoded waits for many steps: its place is told now and then."""
+    subscription = Subscription(make_engine(make_tiny("llama")).make_request([5], SHORT))
+    for step in range(1000):
+        subscription.put(ProgressEvent("r", "queued", 1, 0, 1, float(step), None, 1))
+    assert subscription._events.qsize() <= 1000 / PROGRESS_INTERVAL_MS + 1
