@@ -39,7 +39,7 @@ def free_of(engine: Engine) -> list[int]:
 
 
 def test_everything_that_indexes_a_slot_is_int64(monkeypatch: pytest.MonkeyPatch) -> None:
-    """B48: slot times stride in 32 bits (vllm-project/vllm#1486): a step's tables, tokens, positions, slots and rows."""
+    """B48: slot times stride in 32 bits (vllm-project/vllm#1486): tables, tokens, positions, slots and rows."""
     engine = make_engine(make_tiny("gemma3_text", **HYBRID), chunk_tokens=24)
     seen: list[np.ndarray] = []
     store = forward.store_tokens
