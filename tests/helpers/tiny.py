@@ -213,13 +213,20 @@ def hf_logits64(
     `(hf_logits - hf_logits64).abs().max()` is Hugging Face's own rounding error.
     """
     wide = _pristine_copy(model).float()
-    narrow = {name: buffer.clone() for name, buffer in wide.named_buffers() if "inv_freq" in name}
-    wide.double()
+    with float64(wide):
+        return _forward(wide, ids, total_tokens)
+
+
+@contextmanager
+def float64(model: PreTrainedModel) -> Iterator[None]:
+    """Turn `model` into doubles, and its forward with it; the rotary frequencies stay Hugging Face's fp32 ones."""
+    narrow = {name: buffer.clone() for name, buffer in model.named_buffers() if "inv_freq" in name}
+    model.double()
     for name, buffer in narrow.items():
         owner, leaf = name.rsplit(".", 1)
-        setattr(wide.get_submodule(owner), leaf, buffer)
+        setattr(model.get_submodule(owner), leaf, buffer)
     with _Float64():
-        return _forward(wide, ids, total_tokens)
+        yield
 
 
 class _Float64(TorchFunctionMode):
