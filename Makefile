@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-PYTEST := $(BIN)/python -m pytest
+PYTEST := $(BIN)/python -m pytest --numprocesses 2
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help

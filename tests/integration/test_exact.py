@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,8 @@ MOE = ("mixtral", "qwen3_moe", "gpt_oss")
 NEW_TOKENS = 4
 CASES = pairwise(
     {
+        "kind": list(TINY),
+        "peaky": [False, True],
         "chunk": [3, 16, 17, 64, 512],
         "block": [16, 32],
         "length": [1, 15, 16, 33, 96, 150],
@@ -47,30 +50,29 @@ def check(kind: str, peaky: bool, ids: list[int], total: int, got: torch.Tensor,
     assert difference <= tolerance, f"logits differ by {difference:.2e}, allowed {tolerance:.2e}"
 
 
-@pytest.mark.parametrize("peaky", [False, True], ids=["flat", "peaky"])
-@pytest.mark.parametrize("kind", list(TINY))
-def test_every_case_gives_hugging_face_logits(kind: str, peaky: bool) -> None:
-    """Pairwise over chunk, block, length, cache hit, batch mates and poison; prefill and decode (B01, B03, B44)."""
-    for case in CASES:
-        engine = make_engine(
-            model_of(kind, peaky), chunk_tokens=case["chunk"], block_tokens=case["block"], poison=case["poison"]
-        )
-        tap = LogitTap(engine)
-        ids = random_ids(case["length"], seed=case["length"])
-        params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
-        if case["warm"] == "same":
-            engine.add(ids, params)
-        elif case["warm"] == "prefix":
-            engine.add([*ids[: len(ids) * 2 // 3], *random_ids(20, seed=99)], params)
-        run_all(engine)
-        mates = [engine.add(random_ids(40 + 30 * i, seed=7 + i), params) for i in range(case["mates"])]
-        request = engine.add(ids, params)
-        run_all(engine)
-        for r in (request, *mates):
-            total = r.num_prompt_tokens + NEW_TOKENS
-            check(kind, peaky, r.token_ids[:-1], total, tap.of(r), r.num_prompt_tokens - 1)
-        if case["warm"] == "same" and len(ids) > 1 and not mates:
-            assert request.cached_tokens == len(ids) - 1
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
+def test_every_case_gives_hugging_face_logits(case: dict[str, Any]) -> None:
+    """Pairwise over type, weights, chunk, block, length, hit, mates and poison; prefill and decode (B01, B03, B44)."""
+    kind, peaky = case["kind"], case["peaky"]
+    engine = make_engine(
+        model_of(kind, peaky), chunk_tokens=case["chunk"], block_tokens=case["block"], poison=case["poison"]
+    )
+    tap = LogitTap(engine)
+    ids = random_ids(case["length"], seed=case["length"])
+    params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
+    if case["warm"] == "same":
+        engine.add(ids, params)
+    elif case["warm"] == "prefix":
+        engine.add([*ids[: len(ids) * 2 // 3], *random_ids(20, seed=99)], params)
+    run_all(engine)
+    mates = [engine.add(random_ids(40 + 30 * i, seed=7 + i), params) for i in range(case["mates"])]
+    request = engine.add(ids, params)
+    run_all(engine)
+    for r in (request, *mates):
+        total = r.num_prompt_tokens + NEW_TOKENS
+        check(kind, peaky, r.token_ids[:-1], total, tap.of(r), r.num_prompt_tokens - 1)
+    if case["warm"] == "same" and len(ids) > 1 and not mates:
+        assert request.cached_tokens == len(ids) - 1
 
 
 @pytest.mark.parametrize("peaky", [False, True], ids=["flat", "peaky"])
