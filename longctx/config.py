@@ -13,8 +13,10 @@ from longctx.units import parse_bytes, parse_tokens
 def _check_whole(config: Any, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
-        if not (isinstance(value, Integral) and value > 0):
-            raise LongctxError(f"{name} must be a positive whole number, got {value!r}")
+        if not isinstance(value, Integral):
+            raise LongctxError(f"{name} must be a whole number, got {value!r}")
+        if int(value) < 1:
+            raise LongctxError(f"{name} must be positive, got {value}")
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class SchedulerConfig:
             _check_whole(self, "chunk_tokens")
         for name in ("step_seconds", "itl_target_s"):
             value = getattr(self, name)
-            if not (isinstance(value, Real) and value > 0):
+            if not (isinstance(value, Real) and float(value) > 0):
                 raise LongctxError(f"{name} must be a positive number of seconds, got {value!r}")
 
     @property

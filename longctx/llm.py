@@ -7,7 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral, Number
+from numbers import Number
 from typing import Any
 
 import numpy as np
@@ -85,7 +85,7 @@ class LLM:
 
     def plan(self, prompt: Prompt | int, *, max_tokens: int = 1, concurrency: int = 1) -> Plan:
         """What a prompt (or a number of tokens) needs and how long it takes, by the numbers admission uses."""
-        tokens = int(prompt) if isinstance(prompt, Integral) else len(self.encode(prompt))
+        tokens = int(prompt) if isinstance(prompt, int | np.integer) else len(self.encode(prompt))
         return self.engine.plan(tokens + max_tokens, concurrency=concurrency)
 
     def start(
