@@ -236,9 +236,12 @@ def _merge_items(partial, num_items, stride, out, lse, D, G):
             total += weight * partial[i * stride + tops + G + g]
             for d in range(D):
                 out[g * D + d] += weight * partial[i * stride + g * D + d]
+        # Scores that are no numbers leave nothing: say so in this row. An exception would end the thread and its other
+        # items with it, which belong to other sequences.
+        inverse = float32(1.0) / total if total > 0 else float32(np.nan)
         for d in range(D):
-            out[g * D + d] /= total
-        lse[g] = top + math.log(total)
+            out[g * D + d] *= inverse
+        lse[g] = top + math.log(total) if total > 0 else float32(np.nan)
 
 
 @cache

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 import longctx.forward
 from longctx.errors import DoesNotFitError, RequestError
 from longctx.events import FinishEvent
 from longctx.params import SamplingParams
 from longctx.request import ScoreSheet, Status
-from tests.helpers.engine import generate, make_engine, run_all, score_all
+from tests.helpers.engine import LogitTap, generate, make_engine, run_all, score_all
 from tests.helpers.tiny import make_tiny, random_ids
 
 
@@ -105,3 +106,26 @@ def test_scoring_up_to_the_limits(kind: str) -> None:
             assert request.status is Status.FINISHED and len(np.concatenate(sheet.logits)) == n
     with pytest.raises(RequestError, match="97 tokens and the model 96 positions"):
         submit_score(engine, random_ids(97))
+
+
+@pytest.mark.parametrize("bad_first", [True, False])
+def test_numbers_lost_in_one_row_do_not_reach_its_mate(bad_first: bool) -> None:
+    """NaN values of one decoding request end it with an error; the other's logits are bit-equal to a run alone."""
+    model, params = make_tiny("llama", peaky=True), SamplingParams(max_tokens=8, ignore_eos=True)
+    prompts = [random_ids(40, seed=1), random_ids(40, seed=2)]
+    engine = make_engine(model, chunk_tokens=64)
+    tap = LogitTap(engine)
+    requests = [engine.add(ids, params) for ids in prompts]
+    while any(r.num_output_tokens < 3 for r in requests):
+        engine.step()
+    bad, mate = requests if bad_first else requests[::-1]
+    for layer in range(2):
+        group, kv = engine.runner.storage.layer(layer)
+        kv.v[bad.table.columns[group][0]] = float("nan")
+    finished = run_all(engine)
+    assert finished[bad.id].reason == "error" and finished[mate.id].reason == "length"
+    other = make_engine(model, chunk_tokens=64)
+    tap_alone = LogitTap(other)
+    request = other.add(prompts[1 if bad_first else 0], params)
+    run_all(other)
+    assert torch.equal(tap.of(mate), tap_alone.of(request))
