@@ -40,7 +40,8 @@ def test_generation_ends_at_every_eos_and_nowhere_else(
     model = make_tiny("llama", eos_token_id=1)
     model.generation_config.eos_token_id = [1, 106]
     model.save_pretrained(folder)
-    tokenizer = byte_level_tokenizer()
+    tokenizer = byte_level_tokenizer.__wrapped__()
+    tokenizer.eos_token = "z"
     tokenizer.save_pretrained(folder)
     engine = built(folder)
     for last, ends in ((1, True), (106, True), (tokenizer.eos_token_id, True), (107, False), (198, False)):

@@ -91,14 +91,14 @@ def test_the_head_sees_the_rows_that_sample_and_no_others() -> None:
     engine.runner._model.lm_head.register_forward_pre_hook(lambda _, args: rows.append(args[0].shape[-2]))
     for i in range(3):
         engine.add(random_ids(10 + i, seed=i), SamplingParams(max_tokens=12, ignore_eos=True))
-    engine.add(random_ids(130), SamplingParams(max_tokens=3, ignore_eos=True))
+    engine.add(random_ids(400), SamplingParams(max_tokens=3, ignore_eos=True))
     sampling = []
     while engine.has_work:
         tokens = sum(isinstance(event, TokenEvent) for event in engine.step())
         assert engine.last_step is not None
         assert tokens == sum(row.sample for row in engine.last_step.rows)
         sampling.append(tokens)
-    assert rows == sampling and len({*rows}) >= 3 and max(rows) <= 4
+    assert rows == sampling and {0, 1, 3} <= {*rows} and max(rows) <= 4
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.0}, {"temperature": 5.0, "top_k": 400}, {"top_p": 0.9}])
