@@ -75,6 +75,7 @@ def test_every_case_gives_hugging_face_logits(case: dict[str, Any]) -> None:
         assert request.cached_tokens == len(ids) - 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("peaky", [False, True], ids=["flat", "peaky"])
 @pytest.mark.parametrize("kind", list(TINY))
 def test_every_position_is_exact_and_bit_equal_between_chunkings(kind: str, peaky: bool) -> None:

@@ -138,6 +138,7 @@ def again(engine: Engine, document: int) -> tuple[Life, FinishEvent]:
     return Life(request, prompt, None), run_all(engine)[request.id]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trouble", [False, True], ids=["well", "trouble"])
 @pytest.mark.parametrize("seed", range(5))
 def test_every_answer_is_what_the_prompt_gives_alone(seed: int, trouble: bool) -> None:
