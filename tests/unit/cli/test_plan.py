@@ -213,10 +213,11 @@ def test_the_name_alone_shows_the_help(capsys: pytest.CaptureFixture[str]) -> No
 
 
 PROBE = """
-import resource, sys
+import sys
 from longctx.cli import main
+from longctx.cli.report import peak_rss_bytes
 code = main(sys.argv[1:])
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, file=sys.stderr)
+print(peak_rss_bytes(), file=sys.stderr)
 sys.exit(code)
 """
 
