@@ -83,6 +83,7 @@ def assemble(config: EngineConfig, loaded: LoadedModel, rates: Rates, *, kv_toke
     swap_rotary(loaded.model, spec.rope)
     for report in (pack_linears(loaded.model), fuse(loaded.model)):
         log.info("%s", report)
+    machine.trim_heap()
     return Engine(config, loaded, groups, part, fixed, rates)
 
 

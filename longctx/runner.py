@@ -13,6 +13,7 @@ from longctx.attention.registry import Backends
 from longctx.forward import ForwardPlan
 from longctx.kv.groups import LayerGroup
 from longctx.kv.storage import KVStorage
+from longctx.machine import trim_heap
 from longctx.models.hook import attach
 from longctx.models.rotary import RegimeRotary
 from longctx.models.spec import ModelSpec
@@ -20,6 +21,9 @@ from longctx.parallel.group import Group, SoloGroup
 from longctx.params import SamplingParams
 from longctx.sampler import SamplingError, sample_rows
 from longctx.step import RowResult, StepRow, StepSpec
+
+SCORE_ROWS = 16
+"""Logprobs are computed for so many rows at a time, so that there is no second copy of a chunk's logits."""
 
 
 class Runner:
@@ -63,6 +67,8 @@ class Runner:
         kept, where = _logit_rows(step.rows)
         logits = self._forward(step.rows, plan, kept)
         scored = {i: _score(row, logits[where[i]]) for i, row in enumerate(step.rows) if row.targets is not None}
+        if scored:
+            trim_heap()
         sampling = [i for i, row in enumerate(step.rows) if row.sample]
         rows = [step.rows[i] for i in sampling]
         tokens = sample_rows(logits[[where[i].start for i in sampling]], rows, self._vocab_limit) if rows else []
@@ -98,7 +104,12 @@ class Runner:
 def _score(row: StepRow, logits_nV: torch.Tensor) -> RowResult:
     assert row.targets is not None
     targets = torch.as_tensor(row.targets, device=logits_nV.device)
-    logprobs = torch.log_softmax(logits_nV.float(), dim=-1).gather(-1, targets[:, None])[:, 0]
+    logprobs = torch.cat(
+        [
+            torch.log_softmax(part_V.float(), dim=-1).gather(-1, part[:, None])[:, 0]
+            for part_V, part in zip(logits_nV.split(SCORE_ROWS), targets.split(SCORE_ROWS), strict=True)
+        ]
+    )
     if logprobs.isnan().any():
         bad = row.start + int(logprobs.isnan().nonzero()[0])
         return RowResult(row.request_id, error=f"the logits at position {bad} are not numbers: nothing can be scored")

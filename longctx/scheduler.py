@@ -17,7 +17,7 @@ from longctx.rates import Rates
 from longctx.request import Request, Status
 from longctx.step import CopyRows, RowResult, StepRow, StepSpec
 
-SCORE_LOGIT_BYTES = 64 * 2**20
+SCORE_LOGIT_BYTES = 40 * 2**20
 """Logits of a scoring chunk stay under this, whatever the vocabulary."""
 
 LEAST_CHUNK = 16

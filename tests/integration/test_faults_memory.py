@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +22,7 @@ from longctx.sampler import SamplingError
 from longctx.step import StepSpec
 from tests.helpers.engine import LogitTap, make_engine, run_all
 from tests.helpers.scripted import cold_rows, dictate
-from tests.helpers.tiny import make_tiny, random_ids
+from tests.helpers.tiny import TINY, make_tiny, random_ids
 
 MB = 1 << 20
 HYBRID: dict[str, Any] = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
@@ -140,6 +143,7 @@ def held_by(engine: Engine) -> dict[str, int]:
     """The sizes of everything an engine keeps by request."""
     cache, scheduler = engine.cache, engine.scheduler
     return {
+        "live": len(scheduler.live),
         "waiting": len(scheduler.waiting),
         "running": len(scheduler.running),
         "tables": len(cache._live),
@@ -185,3 +189,49 @@ def test_the_measure_of_memory_can_tell() -> None:
     before = rss()
     kept = os.urandom(4 * MB)
     assert rss() - before > 3 * MB and len(kept) == 4 * MB
+
+
+LONGEST_PROMPT = """
+import sys
+import torch
+from longctx.cli.report import peak_rss_bytes
+from longctx.llm import LLM
+from longctx.params import SamplingParams
+
+torch.set_num_threads(1)
+llm = LLM(
+    sys.argv[1], load_format="dummy", device_memory=int(sys.argv[2]), memory_fraction=1.0, max_running=1,
+    max_chunk_tokens=128,
+)
+longest = llm.engine.partition.longest_request
+[output] = llm.generate([[5 + i % 1000 for i in range(longest - 4)]], SamplingParams(max_tokens=4, ignore_eos=True))
+assert output.usage.completion_tokens == 4 and llm.engine.partition.pool_bytes > 64 << 20
+llm.score([5 + i % 1000 for i in range(longest - 1)])
+print(peak_rss_bytes())
+"""
+
+
+@pytest.mark.slow
+def test_the_longest_prompt_stays_in_the_declared_budget(tmp_path: Path) -> None:
+    """B141: the pool is sized against a peak that leaves out attention, logits or sampling (vllm-project/vllm#56698,
+    #7256, vllm-project/vllm-ascend#674).
+
+    A model of 32 million parameters in a process of its own: the longest prompt that fits is answered and scored, and
+    the peak is within a tenth of what was declared.
+    """
+    TINY["llama"](
+        vocab_size=32_000,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=32,
+        head_dim=16,
+    ).save_pretrained(tmp_path / "model")
+    budget = 760_000_000
+    environment = {**os.environ, "LONGCTX_CACHE": str(tmp_path / "cache"), "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", LONGEST_PROMPT, str(tmp_path / "model"), str(budget)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert run.returncode == 0, run.stderr
+    peak = int(run.stdout.split()[-1])
+    assert 0.9 * budget <= peak <= 1.1 * budget, f"{peak} bytes"

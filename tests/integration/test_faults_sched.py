@@ -87,3 +87,18 @@ def test_a_long_prefill_alone_is_not_slowed_and_beside_others_hardly() -> None:
 
     assert steps(False) == 200
     assert steps(True) <= 250
+
+
+@pytest.mark.parametrize(("count", "share"), [(2, 0.6), (4, 0.4)])
+@pytest.mark.parametrize("new", [40, 120])
+def test_requests_that_do_not_fit_together_do_not_chase_each_other(count: int, share: float, new: int) -> None:
+    """B106: a resumed request gets its next chunk only and is preempted again (vllm-project/vllm#25538,
+    inference-sim/inference-sim#297, #529). Long prompts with short answers are the worst for it."""
+    pool = 640
+    engine = make_engine(make_tiny("llama", num_hidden_layers=1), chunk_tokens=64, kv_tokens=pool)
+    prompt = int(pool * share) - new
+    requests = [engine.add(random_ids(prompt, seed=i), params(new)) for i in range(count)]
+    run_all(engine)
+    assert all(r.num_output_tokens == new for r in requests)
+    assert requests[0].preemptions == 0 and max(r.preemptions for r in requests) <= 3
+    assert sum(r.computed_tokens for r in requests) <= 3 * sum(r.num_tokens - 1 for r in requests)
