@@ -58,7 +58,7 @@ class GrowthWatch:
 
 def planned_growth_bytes(plan: Any) -> int:
     """What a plan says a run adds to the loaded process: the pool and the workspace of a step."""
-    return int(plan.peak_bytes - plan.weight_bytes - plan.process_bytes)
+    return int(plan.pool_bytes + plan.workspace_bytes)
 
 
 def _touched_bytes(engine: Any) -> int:
