@@ -12,7 +12,7 @@ from longctx.attention.span import TILE_TOKENS
 Q_BLOCK = 64
 """Queries are cut at multiples of this position, and so are the first and last key that such a block is given. Larger
 blocks make faster products and give each row more keys that it does not see: 64 was the best of 64 to 512 for a window
-of 512, and as good as any for full attention."""
+of 512 and behind a history of 8K; without a history, 256 gave full attention some 7 % more."""
 
 
 class MaskTables:
