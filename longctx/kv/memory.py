@@ -13,8 +13,9 @@ from longctx.models.spec import DTYPE_BYTES, LayerSpec, ModelSpec
 from longctx.units import format_bytes, parse_bytes
 
 DEFAULT_FRACTION = 0.9
-PROCESS_BYTES = 450_000_000
-"""Resident size of the interpreter with torch, transformers and numba before any weight (410 MB with a CPU build)."""
+PROCESS_BYTES = 510_000_000
+"""Resident size of the interpreter with torch, transformers and numba before any weight (410 MB with a CPU build), and
+some 60 MB more where kernels are compiled for the first time."""
 
 TOKENIZER_BYTES_PER_ENTRY = 1300
 """Resident bytes of a tokenizer per entry of the vocabulary (334 MiB measured for 262,144 entries)."""
