@@ -32,7 +32,7 @@ Progress = Callable[[str, float, float], None]
 
 
 def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engine:
-    """Load `config`'s model and build its engine. Raises the `LongctxError` family before anything is allocated."""
+    """Load `config`'s model and build its engine. Raises the `LongctxError` family before a pool is allocated."""
     resolve_format(config.cache.kv_format, "float32")
     load = config.load
     loaded = load_model(

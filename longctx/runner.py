@@ -72,8 +72,8 @@ class Runner:
         sampling = [i for i, row in enumerate(step.rows) if row.sample]
         rows = [step.rows[i] for i in sampling]
         tokens = sample_rows(logits[[where[i].start for i in sampling]], rows, self._vocab_limit) if rows else []
-        sampled = {i: _sampled(step.rows[i], token) for i, token in zip(sampling, tokens, strict=True)}
-        return [{**scored, **sampled}.get(i, RowResult(row.request_id)) for i, row in enumerate(step.rows)]
+        results = scored | {i: _sampled(step.rows[i], token) for i, token in zip(sampling, tokens, strict=True)}
+        return [results.get(i) or RowResult(row.request_id) for i, row in enumerate(step.rows)]
 
     def warm_up(self) -> None:
         """Compute one prompt token and one decoded token in slots that nobody uses yet.
