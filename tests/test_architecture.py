@@ -27,7 +27,9 @@ FORBIDDEN_INSIDE = {
     "longctx.runner": ("scheduler", "engine", "loop", "llm", "cli", "kv.cache", "kv.index"),
     "longctx.forward": ("scheduler", "engine", "loop", "llm", "cli", "kv.cache", "kv.index"),
     "longctx.engine": ("loop", "llm", "cli"),
-    "longctx": ("cli",),
+    # The HTTP side knows the engine by its messages; only the child process builds one.
+    "longctx.server": ("scheduler", "runner", "forward", "llm", "cli"),
+    "longctx": ("cli", "server"),
 }
 """What parts of the engine must not import: prefix of the importer -> modules of `longctx`."""
 

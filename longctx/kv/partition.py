@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from longctx.errors import DoesNotFitError, LongctxError, RequestError
+from longctx.errors import ContextLengthError, DoesNotFitError, LongctxError, RequestError
 from longctx.kv.groups import LayerGroup
 from longctx.units import format_bytes
 
@@ -201,13 +201,13 @@ def admit(part: Partition, num_prompt_tokens: int, max_tokens: int | None) -> Re
     if num_prompt_tokens < 1:
         return RequestError("the prompt is empty: give at least 1 token")
     if num_prompt_tokens + 1 > limit:
-        return RequestError(
+        return ContextLengthError(
             f"the prompt has {num_prompt_tokens:,} tokens and the model {limit:,} positions: shorten the prompt by "
             f"{num_prompt_tokens + 1 - limit:,} tokens, which leaves 1 for the answer"
         )
     total = num_prompt_tokens + (1 if max_tokens is None else max_tokens)
     if total > limit:
-        return RequestError(
+        return ContextLengthError(
             f"prompt of {num_prompt_tokens:,} + max_tokens {max_tokens:,} = {total:,} tokens, the model has {limit:,} "
             f"positions: set max_tokens to at most {limit - num_prompt_tokens:,}"
         )
@@ -229,7 +229,7 @@ def admit_score(part: Partition, num_tokens: int) -> RequestError | None:
     """The reason why a text can never be scored, or None: nothing is generated, but the last token is stored too."""
     limit, blocks = part.shape.max_model_len, ceil_div(num_tokens, part.shape.block_tokens)
     if num_tokens > limit:
-        return RequestError(
+        return ContextLengthError(
             f"the text has {num_tokens:,} tokens and the model {limit:,} positions: shorten it by "
             f"{num_tokens - limit:,} tokens"
         )
