@@ -125,13 +125,15 @@ class EngineStats:
 
     `kv` has per tier (g1, ...) the bytes `held` by running requests, `cached` for later ones, and the `cap`.
     `counters` only grow within one engine process: steps, prefill_tokens, decode_tokens, cached_tokens_g1,
-    missed_tokens, preemptions, cancels, finished.
+    missed_tokens, preemptions, cancels, finished; later cached_tokens_g2 ... and decisions_load, decisions_recompute.
+    `engine` is the engine's process id: another one means that the counters began again.
     """
 
     running: int
     waiting: int
     kv: dict[str, dict[str, int]]
     counters: dict[str, int] = field(default_factory=dict)
+    engine: int = 0
 
 
 @dataclass(frozen=True)
