@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import overload
+
+import numpy as np
 
 
 @dataclass(frozen=True)
@@ -42,13 +46,65 @@ class ProgressEvent:
 
 
 @dataclass(frozen=True)
+class TokenLogprobs:
+    """A token's logprob under the model, before penalties, bias and temperature, and the best tokens in its place.
+
+    `top_ids` are in falling order of `top_logprobs`, equals in rising order of the ids. A logprob may be -inf.
+    """
+
+    logprob: float
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class PromptLogprobs(Sequence[TokenLogprobs | None]):
+    """Logprobs of a whole prompt: a sequence as long as the prompt whose first entry is None.
+
+    Kept as arrays of n - 1 rows, `logprobs` [n - 1] and `top_ids`, `top_logprobs` [n - 1, k], because a million
+    entries as objects would take gigabytes.
+    """
+
+    logprobs: np.ndarray
+    top_ids: np.ndarray
+    top_logprobs: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.logprobs) + 1
+
+    @overload
+    def __getitem__(self, index: int) -> TokenLogprobs | None: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[TokenLogprobs | None, ...]: ...
+    def __getitem__(self, index: int | slice) -> TokenLogprobs | tuple[TokenLogprobs | None, ...] | None:
+        if isinstance(index, slice):
+            return tuple(self[i] for i in range(*index.indices(len(self))))
+        row = range(len(self))[index] - 1
+        if row < 0:
+            return None
+        return TokenLogprobs(
+            float(self.logprobs[row]), tuple(self.top_ids[row].tolist()), tuple(self.top_logprobs[row].tolist())
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PromptLogprobs) and all(
+            np.array_equal(getattr(self, name), getattr(other, name))
+            for name in ("logprobs", "top_ids", "top_logprobs")
+        )
+
+
+@dataclass(frozen=True)
 class TokenEvent:
-    """One generated token. `text` is the newly complete text, possibly empty while a character is incomplete."""
+    """One generated token. `text` is the newly complete text, possibly empty while a character is incomplete.
+
+    `logprobs` is there if the request asked for them.
+    """
 
     request_id: str
     token_id: int
     text: str
     index: int
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True)
@@ -56,6 +112,7 @@ class FinishEvent:
     """The last event of a request. `reason`: stop | length | scored | cancelled | error.
 
     `computed_tokens` counts every position computed for this request, those computed again after a preemption included.
+    `prompt_logprobs` is there if the request asked for them and its prompt was read to the end.
     """
 
     request_id: str
@@ -66,6 +123,7 @@ class FinishEvent:
     timings: Timings
     computed_tokens: int
     error: str | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 Event = ProgressEvent | TokenEvent | FinishEvent
