@@ -1,0 +1,159 @@
+"""Log lines stay one line each, name their request, and never show a prompt unasked."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import logging
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from longctx.server import logs
+
+log = logging.getLogger("longctx.test")
+
+
+@pytest.fixture(autouse=True)
+def _restored_logging() -> Iterator[None]:
+    loggers = [logging.getLogger(name) for name in ("", "httpx", *logs.UVICORN_LOGGERS)]
+    before = [(lg, lg.handlers[:], lg.filters[:], lg.level, lg.propagate) for lg in loggers]
+    yield
+    for logger, handlers, filters, level, propagate in before:
+        logger.handlers[:], logger.filters[:], logger.propagate = handlers, filters, propagate
+        logger.setLevel(level)
+
+
+def lines(stream: io.StringIO) -> list[str]:
+    return stream.getvalue().splitlines()
+
+
+def configured(log_format: str) -> io.StringIO:
+    stream = io.StringIO()
+    logs.configure(log_format, stream=stream)
+    return stream
+
+
+def test_text_is_one_line_with_fields_and_request() -> None:
+    stream = configured("text")
+    token = logs.request_id.set("req_1")
+    logs.log_event(log, "the request ended", reason="stop", tokens=12, seconds=1.23456789, note="two words")
+    logs.request_id.reset(token)
+    (line,) = lines(stream)
+    assert re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z info longctx\.test: ", line)
+    assert line.endswith('the request ended reason=stop tokens=12 seconds=1.23457 note="two words" request=req_1')
+
+
+def test_json_is_one_object_per_line() -> None:
+    stream = configured("json")
+    token = logs.request_id.set("req_1")
+    logs.log_event(log, "ended", level=logging.WARNING, reason="stop", tokens=12)
+    logs.request_id.reset(token)
+    log.info("plain %s", "text")
+    first, second = map(json.loads, lines(stream))
+    assert first.pop("time")
+    assert first == {
+        "level": "warning",
+        "logger": "longctx.test",
+        "message": "ended",
+        "request_id": "req_1",
+        "reason": "stop",
+        "tokens": 12,
+    }
+    assert second["message"] == "plain text"
+    assert "request_id" not in second
+
+
+def test_a_field_cannot_pose_as_the_record_itself() -> None:
+    stream = configured("json")
+    logs.log_event(log, "real", **{"message": "forged", "logger": "forged", "time": "forged"})
+    (line,) = lines(stream)
+    record = json.loads(line)
+    assert (record["message"], record["logger"]) == ("real", "longctx.test")
+    assert record["time"] != "forged"
+
+
+@pytest.mark.parametrize("log_format", logs.FORMATS)
+@pytest.mark.parametrize("hostile", ["a\nforged line", "a\r\nb", "a\x1b[31mred", "a\x85b", "a\u2028b", "\ud800"])
+def test_hostile_text_stays_on_its_line(log_format: str, hostile: str) -> None:
+    """A newline in a client's text would forge a record, an escape would reach the operator's terminal."""
+    stream = configured(log_format)
+    token = logs.request_id.set(hostile)
+    logs.log_event(log, f"path {hostile}", path=hostile)
+    logs.request_id.reset(token)
+    assert len(lines(stream)) == 1
+    text = stream.getvalue().rstrip("\n")
+    text.encode("utf-8")
+    assert not re.search(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", text)
+
+
+@pytest.mark.parametrize("log_format", logs.FORMATS)
+def test_a_traceback_stays_with_its_line(log_format: str) -> None:
+    stream = configured(log_format)
+    try:
+        raise ValueError("first\nsecond")
+    except ValueError:
+        log.exception("it failed")
+    if log_format == "json":
+        (line,) = lines(stream)
+        assert "ValueError: first" in json.loads(line)["exception"]
+    else:
+        head, *trace = lines(stream)
+        assert head.endswith("error longctx.test: it failed")
+        assert trace and all(line.startswith("    ") for line in trace)
+
+
+def test_each_task_has_its_own_request() -> None:
+    stream = configured("json")
+
+    async def work(name: str) -> None:
+        logs.request_id.set(name)
+        for _ in range(3):
+            await asyncio.sleep(0)
+            log.info(name)
+
+    async def both() -> None:
+        await asyncio.gather(work("a"), work("b"))
+
+    asyncio.run(both())
+    records = [json.loads(line) for line in lines(stream)]
+    assert len(records) == 6
+    assert all(record["message"] == record["request_id"] for record in records)
+
+
+def test_prompts_are_shown_only_when_asked_for() -> None:
+    assert logs.prompt_excerpt("a secret", wanted=False) == {}
+    assert logs.prompt_excerpt("a secret", wanted=True) == {"prompt": "a secret"}
+    long = logs.prompt_excerpt("x" * 10_000, wanted=True)["prompt"]
+    assert len(long) < 2100 and long.endswith("(8,000 more characters)")
+
+
+def access(path: str, status: int, method: str = "GET") -> None:
+    logging.getLogger("uvicorn.access").info('%s - "%s %s HTTP/%s" %d', "127.0.0.1:5", method, path, "1.1", status)
+
+
+def test_uvicorn_writes_through_us_and_polls_do_not_fill_the_log() -> None:
+    logging.getLogger("uvicorn").addHandler(logging.StreamHandler(io.StringIO()))
+    stream = configured("text")
+    access("/v1/chat/completions", 200, "POST")
+    access("/metrics", 200)
+    access("/v1/requests?limit=5", 200)
+    access("/ready", 503)
+    access("/v1/requests/abc", 200, "DELETE")
+    logging.getLogger("uvicorn.error").info("Started server process")
+    assert [line.split(": ", 1)[1] for line in lines(stream)] == [
+        '127.0.0.1:5 - "POST /v1/chat/completions HTTP/1.1" 200',
+        '127.0.0.1:5 - "GET /ready HTTP/1.1" 503',
+        '127.0.0.1:5 - "DELETE /v1/requests/abc HTTP/1.1" 200',
+        "Started server process",
+    ]
+
+
+def test_configuring_again_replaces_what_was() -> None:
+    first = configured("text")
+    second = configured("json")
+    log.info("once")
+    assert lines(first) == []
+    assert len(lines(second)) == 1
