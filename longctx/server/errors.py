@@ -35,6 +35,10 @@ class ApiError(Exception):
         self.param = param
         self.retry_after_s = retry_after_s
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # An exception is rebuilt from its message alone, which this one's arguments do not allow.
+        return (_rebuild, (dict(vars(self)),))
+
     @classmethod
     def from_code(cls, code: str, message: str, retry_after_s: float | None = None) -> ApiError:
         """The HTTP form of an error that the engine named by its code."""
@@ -44,3 +48,7 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         """The JSON of the response, or of an `error` event in a stream that has begun."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+
+def _rebuild(fields: dict[str, Any]) -> ApiError:
+    return ApiError(**fields)
