@@ -68,7 +68,7 @@ def test_json_is_one_object_per_line() -> None:
 
 def test_a_field_cannot_pose_as_the_record_itself() -> None:
     stream = configured("json")
-    logs.log_event(log, "real", **{"message": "forged", "logger": "forged", "time": "forged"})
+    logs.log_event(log, "real", message="forged", logger="forged", time="forged")
     (line,) = lines(stream)
     record = json.loads(line)
     assert (record["message"], record["logger"]) == ("real", "longctx.test")
@@ -135,7 +135,8 @@ def access(path: str, status: int, method: str = "GET") -> None:
 
 
 def test_uvicorn_writes_through_us_and_polls_do_not_fill_the_log() -> None:
-    logging.getLogger("uvicorn").addHandler(logging.StreamHandler(io.StringIO()))
+    own = io.StringIO()
+    logging.getLogger("uvicorn").addHandler(logging.StreamHandler(own))
     stream = configured("text")
     access("/v1/chat/completions", 200, "POST")
     access("/metrics", 200)
@@ -149,6 +150,7 @@ def test_uvicorn_writes_through_us_and_polls_do_not_fill_the_log() -> None:
         '127.0.0.1:5 - "DELETE /v1/requests/abc HTTP/1.1" 200',
         "Started server process",
     ]
+    assert own.getvalue() == ""
 
 
 def test_configuring_again_replaces_what_was() -> None:
