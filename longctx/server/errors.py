@@ -49,6 +49,15 @@ class ApiError(Exception):
         """The JSON of the response, or of an `error` event in a stream that has begun."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
+    def headers(self) -> dict[str, str]:
+        """The response headers that belong to it: when to come back, how to say who one is."""
+        headers = {}
+        if self.retry_after_s is not None:
+            headers["retry-after"] = str(max(1, round(self.retry_after_s)))
+        if self.status == 401:
+            headers["www-authenticate"] = "Bearer"
+        return headers
+
 
 def _rebuild(fields: dict[str, Any]) -> ApiError:
     return ApiError(**fields)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from longctx.events import Event, FinishEvent, ProgressEvent, Timings, TokenEvent, Usage
 
 if TYPE_CHECKING:
-    from longctx.server.client import Restarted
+    from longctx.server.ticket import Restarted
 
 STAGES = ("tokenizing", "queued", "prefill", "decode", "finished")
 ID_PREFIXES = ("chatcmpl-", "cmpl-", "resp_")

@@ -15,10 +15,11 @@ from longctx.server.settings import ServerSettings
 from longctx.server.tenant import salt_for
 
 if TYPE_CHECKING:
-    from longctx.server.client import EngineClient, Ticket
+    from longctx.server.client import EngineClient
     from longctx.server.jobs import Jobs
     from longctx.server.metrics import Metrics
     from longctx.server.prepare_pool import Preparer
+    from longctx.server.ticket import Ticket
     from longctx.server.work import Prepared, Work
 
 LONGEST_RETRY_S = 600.0
