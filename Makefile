@@ -7,7 +7,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses 2
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup models demo test test-fast bench lint format clean
+.PHONY: help setup models demo test test-fast gpu-check bench lint format clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -34,6 +34,10 @@ test: setup lint  ## lint, then every test that needs no GPU, real models includ
 
 test-fast: $(INSTALLED)  ## the tests that need neither a GPU nor a real model nor ten seconds
 	HF_HUB_OFFLINE=1 $(PYTEST) -m "not slow and not gpu" $(PYTEST_ARGS)
+
+# With the interpreter that has torch for the GPU, from the checkout as it is: nothing is installed or fetched.
+gpu-check:  ## check and measure on a CUDA device, say PYTHON=python3; writes kernels.json
+	@$(PYTHON) tools/gpu_check.py
 
 # Minutes to an hour on a quiet machine; BENCH_ARGS are those of `longctx bench`.
 BENCH_ARGS ?= decode gemma3-270m --lengths 1K,8K

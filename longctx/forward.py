@@ -59,7 +59,7 @@ class ForwardPlan:
         self._prefills = [(i, int(offsets[i])) for i in range(len(rows)) if not decodes[i]]
         self._rows = rows
         self._decode_rows = [i for i in range(len(rows)) if decodes[i]]
-        self._decode_flat = torch.as_tensor(offsets[:-1][decodes], dtype=torch.int64)
+        self._decode_flat = torch.as_tensor(offsets[:-1][decodes], dtype=torch.int64, device=storage.device)
         self.positions_T = np.concatenate([np.arange(row.start, row.start + row.n, dtype=np.int64) for row in rows])
         self._groups = [self._plan_group(g, block_tokens) for g in range(len(rows[0].tables))]
 

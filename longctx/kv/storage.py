@@ -31,6 +31,10 @@ class KVStorage:
         self._by_group = [[self._layers[layer][1] for layer in group.layers] for group in groups]
 
     @property
+    def device(self) -> torch.device:
+        return self.pools[0].device
+
+    @property
     def pool_bytes(self) -> int:
         return sum(pool.untyped_storage().nbytes() for pool in self.pools)
 

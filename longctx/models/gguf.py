@@ -9,11 +9,11 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import torch
-from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 from safetensors.torch import save_file
 from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedConfig
@@ -24,6 +24,9 @@ from longctx.models.empty import empty_model
 from longctx.models.gguf_config import ROPE_TENSORS, config_from_gguf, stop_ids
 from longctx.models.gguf_reader import GGUFFile, read_gguf
 from longctx.models.weights import describe_mismatch
+
+with suppress(ImportError):  # `read_gguf`, which is called first, says what to do without it
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
 _VERSION = 1  # of what this file writes; a new one makes old folders be converted again
 _SHARD_BYTES = 1 << 30

@@ -12,10 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import dequantize
 
 from longctx.errors import ModelError
+
+try:
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+    from gguf.quants import dequantize
+except ImportError:  # a checkout run without being installed, as `make gpu-check` does: only .gguf files need it
+    HAS_GGUF = False
+else:
+    HAS_GGUF = True
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -105,6 +111,8 @@ class _Cursor:
 def read_gguf(path: Path) -> GGUFFile:
     """Parse the header of `path` and check that every tensor lies inside the file. Raises ModelError otherwise."""
     path = Path(path)
+    if not HAS_GGUF:
+        raise ModelError(f"{path} cannot be read without the package gguf: pip install gguf")
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as buffer:
             if buffer[:4] != b"GGUF":

@@ -38,11 +38,13 @@ def stored(
     poison_k: float = math.nan,
     poison_v: float = math.nan,
 ) -> Sequence:
-    """A two-layer pool whose second layer holds the sequence in shuffled slots; all else is poison."""
+    """A two-layer pool, on the keys' device, whose second layer holds the sequence in shuffled slots; all else is
+    poison."""
     num_kv_heads, num_tokens, dim = k_KSD.shape
     num_blocks = -(-num_tokens // block_tokens)
     layout = BlockLayout(2, num_kv_heads, block_tokens, dim, v_KSD.shape[2], FORMATS[fmt], FORMATS[fmt])
-    layer = layout.layer_view(torch.zeros(layout.block_bytes * (num_blocks + 3), dtype=torch.uint8), 1)
+    pool = torch.zeros(layout.block_bytes * (num_blocks + 3), dtype=torch.uint8, device=k_KSD.device)
+    layer = layout.layer_view(pool, 1)
     layer.k.fill_(poison_k)
     layer.v.fill_(poison_v)
     table = np.random.default_rng(num_tokens).permutation(num_blocks + 2)[:num_blocks] + 1
@@ -51,9 +53,11 @@ def stored(
     return Sequence(KVView(layer, table), k_KSD, v_KSD)
 
 
-def random_sequence(num_tokens: int, num_kv_heads: int, dim: int, v_dim: int | None = None, **kwargs) -> Sequence:
-    k_KSD = torch.randn(num_kv_heads, num_tokens, dim)
-    return stored(k_KSD, torch.randn(num_kv_heads, num_tokens, v_dim or dim), **kwargs)
+def random_sequence(
+    num_tokens: int, num_kv_heads: int, dim: int, v_dim: int | None = None, device: str = "cpu", **kwargs
+) -> Sequence:
+    k_KSD = torch.randn(num_kv_heads, num_tokens, dim).to(device)
+    return stored(k_KSD, torch.randn(num_kv_heads, num_tokens, v_dim or dim).to(device), **kwargs)
 
 
 def prefill(

@@ -29,7 +29,7 @@ def digest_of(model: PreTrainedModel) -> str:
     """A digest of weights and config, as a loader would give it."""
     digest = hashlib.blake2b(digest_size=16)
     for name, tensor in sorted(model.state_dict().items()):
-        digest.update(name.encode() + tensor.detach().float().numpy().tobytes())
+        digest.update(name.encode() + tensor.detach().float().cpu().numpy().tobytes())
     digest.update(model.config.to_json_string(use_diff=False).encode())
     return digest.hexdigest()
 

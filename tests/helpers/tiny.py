@@ -252,7 +252,7 @@ def _pristine_copy(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _forward(model: PreTrainedModel, ids: Sequence[int] | torch.Tensor, total_tokens: int | None) -> torch.Tensor:
-    ids_T = torch.as_tensor(ids, dtype=torch.int64).reshape(-1)
+    ids_T = torch.as_tensor(ids, dtype=torch.int64, device=model.device).reshape(-1)
     total_tokens = len(ids_T) if total_tokens is None else total_tokens
     assert total_tokens >= len(ids_T), "a request has at least the positions it is computed at"
     with torch.no_grad(), _as_long_as(model, total_tokens):
