@@ -94,6 +94,7 @@ class Engine:
         *,
         cache_salt: str | None = None,
         score: ScoreSheet | None = None,
+        request_id: str | None = None,
     ) -> Request:
         """Check a request against the model and the memory and build it; touches no engine state.
 
@@ -108,6 +109,8 @@ class Engine:
         if min(ids) < 0 or max(ids) >= spec.vocab_size:
             bad = next(t for t in ids if not 0 <= t < spec.vocab_size)
             raise RequestError(f"token id {bad} is outside the model's vocabulary of {spec.vocab_size}")
+        if params.logit_bias and (bad := params.logit_bias[-1][0]) >= self.loaded.vocab_limit:
+            raise RequestError(f"logit_bias names token id {bad}: the vocabulary has {self.loaded.vocab_limit} tokens")
         max_tokens = params.max_tokens
         if score is not None:
             refusal, total = admit_score(self.partition, len(ids)), len(ids)
@@ -121,7 +124,7 @@ class Engine:
         root = root_key(self._key_space, regime=regime, salt=cache_salt)
         tokenizer = self.loaded.tokenizer
         return Request(
-            id=uuid.uuid4().hex[:16],
+            id=request_id if request_id is not None else uuid.uuid4().hex[:16],
             token_ids=ids,
             params=params,
             seed=params.seed if params.seed is not None else secrets.randbits(63),
@@ -134,8 +137,10 @@ class Engine:
             score=score,
         )
 
-    def submit(self, request: Request) -> None:
-        """Queue a request made by `make_request`; `QueueFullError` when the queue is full."""
+    def submit(self, request: Request, *, bounded: bool = True) -> None:
+        """Queue a request made by `make_request`; `QueueFullError` when the queue is full, unless not `bounded`."""
+        if bounded:
+            self.scheduler.check_queue()
         self.scheduler.add(request)
 
     def add(self, token_ids: Sequence[int], params: SamplingParams, *, cache_salt: str | None = None) -> Request:

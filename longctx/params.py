@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from longctx.errors import RequestError
 
@@ -75,6 +78,17 @@ class SamplingParams:
         for ok, message in (*self._checks(), *self._list_checks()):
             if not ok:
                 raise RequestError(message)
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether tokens that came before change the logits."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @functools.cached_property
+    def bias_arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        """`logit_bias` as ids [D] int64 and biases [D] fp32, both made once."""
+        ids = np.array([token for token, _ in self.logit_bias], np.int64)
+        return ids, np.array([bias for _, bias in self.logit_bias], np.float32)
 
     def _checks(self) -> tuple[tuple[bool, str], ...]:
         return (

@@ -13,9 +13,11 @@ import numpy as np
 
 from longctx.detokenize import IncrementalDetokenizer
 from longctx.errors import RequestError
-from longctx.events import FinishEvent, ProgressEvent, Timings, TokenEvent, Usage
+from longctx.events import FinishEvent, ProgressEvent, PromptLogprobs, Timings, TokenEvent, TokenLogprobs, Usage
 from longctx.kv.table import BlockTable, KeyChain
 from longctx.params import SamplingParams
+from longctx.penalties import History, TokenCounts
+from longctx.step import RowResult
 from longctx.stop import StopMatcher
 
 
@@ -45,11 +47,52 @@ class ScoreSheet:
     def num_scored(self) -> int:
         return sum(map(len, self.logprobs))
 
+    def take(self, result: RowResult) -> None:
+        """Keep what a step computed."""
+        assert result.scores is not None
+        self.logprobs.append(result.scores.logprobs)
+        if result.logits is not None:
+            self.logits.append(result.logits)
+
     def rewind(self, num_scored: int) -> None:
         """Forget what will be computed again: every position from `num_scored` on."""
         assert num_scored <= self.num_scored
         for rows in (self.logprobs, self.logits):
             rows[:] = [np.concatenate(rows)[:num_scored]] if num_scored and rows else []
+
+
+class PromptSheet:
+    """What a request collects that wants its prompt's logprobs beside its answer, in arrays that never grow."""
+
+    def __init__(self, num_prompt_tokens: int):
+        self._num_prompt_tokens = num_prompt_tokens
+        self._rows: PromptLogprobs | None = None
+        self.num_scored = 0
+
+    def take(self, result: RowResult) -> None:
+        """Keep what a step computed."""
+        assert result.scores is not None
+        scores, n = result.scores, self._num_prompt_tokens
+        if self._rows is None:
+            shape = (n, scores.top_ids.shape[1])
+            self._rows = PromptLogprobs(np.empty(n, np.float32), np.empty(shape, np.int32), np.empty(shape, np.float32))
+        rows = slice(self.num_scored, self.num_scored + len(scores.logprobs))
+        self._rows.logprobs[rows] = scores.logprobs
+        self._rows.top_ids[rows] = scores.top_ids
+        self._rows.top_logprobs[rows] = scores.top_logprobs
+        self.num_scored = rows.stop
+
+    def rewind(self, num_scored: int) -> None:
+        """Forget what will be computed again: every position from `num_scored` on."""
+        assert num_scored <= self.num_scored
+        self.num_scored = num_scored
+
+    def logprobs(self) -> PromptLogprobs | None:
+        """The whole prompt's, or None if it was not read to the end."""
+        if self._rows is None or self.num_scored < self._num_prompt_tokens:
+            return None
+        # What the last position predicts is no token of the prompt.
+        return PromptLogprobs(self._rows.logprobs[:-1], self._rows.top_ids[:-1], self._rows.top_logprobs[:-1])
 
 
 @dataclass(eq=False)
@@ -90,6 +133,11 @@ class Request:
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.token_ids)
         self._stop = StopMatcher(self.params.stop)
+        self._counts = TokenCounts(self.params, self.token_ids) if self.params.penalizes else None
+        assert self.score is None or self.params.prompt_logprobs is None, "a request is scored or answered"
+        self.sheet: ScoreSheet | PromptSheet | None = self.score
+        if self.params.prompt_logprobs is not None:
+            self.sheet = PromptSheet(self.num_prompt_tokens)
 
     @property
     def num_tokens(self) -> int:
@@ -108,9 +156,22 @@ class Request:
     def in_prefill(self) -> bool:
         return self.num_tokens - self.num_computed > 1 or self.num_computed < self.num_prompt_tokens
 
-    def append(self, token_id: int, now_s: float) -> tuple[TokenEvent, str | None]:
+    @property
+    def scoring(self) -> bool:
+        """Whether tokens of the prompt still need their logprobs, and so their logits."""
+        return self.sheet is not None and self.sheet.num_scored < self.num_prompt_tokens
+
+    def history(self) -> History | None:
+        """The tokens so far as penalties need them; None if there are no penalties."""
+        return None if self._counts is None else self._counts.snapshot()
+
+    def append(
+        self, token_id: int, now_s: float, logprobs: TokenLogprobs | None = None
+    ) -> tuple[TokenEvent, str | None]:
         """Take a sampled token; answers its event and the reason to finish, if there is one."""
         self.token_ids.append(token_id)
+        if self._counts is not None:
+            self._counts.add(token_id)
         if self.first_token_s is None:
             self.first_token_s = now_s
         reason = None
@@ -125,7 +186,7 @@ class Request:
         if reason is not None and not hit:
             text += self._flush()
         self.texts.append(text)
-        return TokenEvent(self.id, token_id, text, self.num_output_tokens - 1), reason
+        return TokenEvent(self.id, token_id, text, self.num_output_tokens - 1, logprobs), reason
 
     def _flush(self) -> str:
         tail = self.detokenizer.finish() if self.detokenizer is not None else ""
@@ -174,4 +235,5 @@ class Request:
             ),
             self.computed_tokens,
             error,
+            self.sheet.logprobs() if isinstance(self.sheet, PromptSheet) else None,
         )

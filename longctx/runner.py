@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from longctx.attention.registry import Backends
 from longctx.forward import ForwardPlan
 from longctx.kv.groups import LayerGroup
 from longctx.kv.storage import KVStorage
+from longctx.logprobs import logprob_rows, token_logprobs
 from longctx.machine import trim_heap
 from longctx.models.hook import attach
 from longctx.models.rotary import RegimeRotary
@@ -21,9 +23,6 @@ from longctx.parallel.group import Group, SoloGroup
 from longctx.params import SamplingParams
 from longctx.sampler import SamplingError, sample_rows
 from longctx.step import RowResult, StepRow, StepSpec
-
-SCORE_ROWS = 16
-"""Logprobs are computed for so many rows at a time, so that there is no second copy of a chunk's logits."""
 
 
 class Runner:
@@ -66,14 +65,44 @@ class Runner:
         )
         kept, where = _logit_rows(step.rows)
         logits = self._forward(step.rows, plan, kept)
-        scored = {i: _score(row, logits[where[i]]) for i, row in enumerate(step.rows) if row.targets is not None}
+        scored = {i: self._score(row, logits[where[i]]) for i, row in enumerate(step.rows) if row.targets is not None}
+        sampled = self._sample(step.rows, logits, where)
         if scored:
+            del logits
             trim_heap()
-        sampling = [i for i, row in enumerate(step.rows) if row.sample]
-        rows = [step.rows[i] for i in sampling]
-        tokens = sample_rows(logits[[where[i].start for i in sampling]], rows, self._vocab_limit) if rows else []
-        results = scored | {i: _sampled(step.rows[i], token) for i, token in zip(sampling, tokens, strict=True)}
-        return [results.get(i) or RowResult(row.request_id) for i, row in enumerate(step.rows)]
+        return [_result(row, scored.get(i), sampled.get(i)) for i, row in enumerate(step.rows)]
+
+    def _score(self, row: StepRow, logits_nV: torch.Tensor) -> RowResult:
+        assert row.targets is not None
+        scores = logprob_rows(logits_nV, row.targets, row.params.prompt_logprobs or 0, self._vocab_limit)
+        if np.isnan(scores.logprobs).any():
+            bad = row.start + int(np.isnan(scores.logprobs).argmax())
+            return RowResult(
+                row.request_id, error=f"the logits at position {bad} are not numbers: nothing can be scored"
+            )
+        logits = logits_nV.float().cpu().numpy() if row.want_logits else None
+        return RowResult(row.request_id, scores=scores, logits=logits)
+
+    def _sample(self, rows: Sequence[StepRow], logits: torch.Tensor, where: Sequence[slice]) -> dict[int, RowResult]:
+        """Results of the rows that sample, by their place among `rows`."""
+        sampling = [i for i, row in enumerate(rows) if row.sample]
+        if not sampling:
+            return {}
+        # The last of a row's logits; where nothing is scored there are no others, and nothing is copied.
+        last = [where[i].stop - 1 for i in sampling]
+        logits_RV = logits if len(last) == len(logits) else logits[last]
+        tokens = sample_rows(logits_RV, [rows[i] for i in sampling], self._vocab_limit)
+        return {
+            i: self._sampled(rows[i], token, logits_V)
+            for i, token, logits_V in zip(sampling, tokens, logits_RV, strict=True)
+        }
+
+    def _sampled(self, row: StepRow, token: int | SamplingError, logits_V: torch.Tensor) -> RowResult:
+        if isinstance(token, SamplingError):
+            return RowResult(row.request_id, error=str(token))
+        if row.params.logprobs is None:
+            return RowResult(row.request_id, token)
+        return RowResult(row.request_id, token, token_logprobs(logits_V, token, row.params.logprobs, self._vocab_limit))
 
     def warm_up(self) -> None:
         """Compute one prompt token and one decoded token in slots that nobody uses yet.
@@ -101,26 +130,13 @@ class Runner:
         return output.logits[0]
 
 
-def _score(row: StepRow, logits_nV: torch.Tensor) -> RowResult:
-    assert row.targets is not None
-    targets = torch.as_tensor(row.targets, device=logits_nV.device)
-    logprobs = torch.cat(
-        [
-            torch.log_softmax(part_V.float(), dim=-1).gather(-1, part[:, None])[:, 0]
-            for part_V, part in zip(logits_nV.split(SCORE_ROWS), targets.split(SCORE_ROWS), strict=True)
-        ]
-    )
-    if logprobs.isnan().any():
-        bad = row.start + int(logprobs.isnan().nonzero()[0])
-        return RowResult(row.request_id, error=f"the logits at position {bad} are not numbers: nothing can be scored")
-    logits = logits_nV.float().cpu().numpy() if row.want_logits else None
-    return RowResult(row.request_id, None, logprobs.cpu().numpy(), logits)
-
-
-def _sampled(row: StepRow, token: int | SamplingError) -> RowResult:
-    if isinstance(token, SamplingError):
-        return RowResult(row.request_id, error=str(token))
-    return RowResult(row.request_id, token)
+def _result(row: StepRow, scored: RowResult | None, sampled: RowResult | None) -> RowResult:
+    """What a row got of scores and a token, either, both or none."""
+    if scored is None or sampled is None:
+        return scored or sampled or RowResult(row.request_id)
+    if scored.error is not None or sampled.error is not None:
+        return scored if scored.error is not None else sampled
+    return replace(sampled, scores=scored.scores, logits=scored.logits)
 
 
 def _logit_rows(rows: Sequence[StepRow]) -> tuple[np.ndarray, list[slice]]:

@@ -1,4 +1,4 @@
-"""Turns a row of logits into a token: greedy, temperature, top-k and top-p, with a draw that depends on nothing else.
+"""Turns a row of logits into a token: greedy or drawn, the draw depending on seed and position and nothing else.
 
 Legend: R rows, V vocabulary (rows of the LM head), N ids that may be sampled (`vocab_limit` or fewer).
 """
@@ -12,6 +12,7 @@ import torch
 
 from longctx.errors import EngineError
 from longctx.params import SamplingParams
+from longctx.penalties import History, adjusted
 from longctx.step import StepRow
 
 GREEDY_BELOW = 1e-5
@@ -25,16 +26,25 @@ class SamplingError(EngineError):
     """A row's logits hold NaN or +inf, or nothing that may be sampled: that request fails, its batch mates do not."""
 
 
-def sample(logits_V: torch.Tensor, params: SamplingParams, seed: int, position: int, vocab_limit: int) -> int:
-    """One token id below `vocab_limit` from logits [V] of any float dtype and device.
+def sample(
+    logits_V: torch.Tensor,
+    params: SamplingParams,
+    seed: int,
+    position: int,
+    vocab_limit: int,
+    history: History | None = None,
+) -> int:
+    """One token id below `vocab_limit` from logits [V] of any float dtype and device, which stay as they are.
 
-    `position` is the sampled token's absolute position. The draw is a pure function of (seed, position), so neither
-    batch mates nor a preemption change it. Order of the filters: top-k, temperature, top-p. Ties are broken towards
-    the lowest id, in greedy choice and at the border of top-k and top-p. Raises `SamplingError` where no token can be
-    chosen honestly (NaN, +inf, nothing but -inf).
+    `position` is the sampled token's absolute position, `history` what was there before, for penalties. The draw is a
+    pure function of (seed, position), so neither batch mates nor a preemption change it. Order: penalties and bias,
+    top-k, temperature, top-p, min-p. Ties are broken towards the lowest id, in greedy choice and at the border of top-k
+    and top-p. Raises `SamplingError` where no token can be chosen honestly (NaN, +inf, nothing but -inf).
     """
     # One row, as a view where the logits are fp32 on the CPU already.
     x_N = logits_V.detach()[:vocab_limit].to("cpu", torch.float32).numpy()
+    if params.penalizes or params.logit_bias:
+        x_N = adjusted(x_N, params, history)
     best = float(x_N.max()) if len(x_N) else -np.inf  # NaN propagates through max
     if not np.isfinite(best):
         raise SamplingError(
@@ -55,6 +65,10 @@ def sample(logits_V: torch.Tensor, params: SamplingParams, seed: int, position: 
         kept = _nucleus(weight_N, params.top_p)
         ids = kept if ids is None else ids[kept]
         weight_N = weight_N[kept]
+    if params.min_p > 0.0:
+        kept = np.flatnonzero(weight_N >= np.float32(params.min_p))  # the best one's weight is 1
+        ids = kept if ids is None else ids[kept]
+        weight_N = weight_N[kept]
     index = _inverse_cdf(weight_N, _uniform(seed, position))
     return index if ids is None else int(ids[index])
 
@@ -68,7 +82,7 @@ def sample_rows(logits_RV: torch.Tensor, rows: Sequence[StepRow], vocab_limit: i
     tokens: list[int | SamplingError] = []
     for logits_V, row in zip(logits_RV, rows, strict=True):
         try:
-            tokens.append(sample(logits_V, row.params, row.seed, row.start + row.n, vocab_limit))
+            tokens.append(sample(logits_V, row.params, row.seed, row.start + row.n, vocab_limit, row.history))
         except SamplingError as error:
             tokens.append(error)
     return tokens

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from longctx.config import SchedulerConfig
+from longctx.counters import Counters
 from longctx.errors import QueueFullError
 from longctx.events import Event
 from longctx.kv.cache import KVCache, Match
@@ -18,7 +19,7 @@ from longctx.request import Request, Status
 from longctx.step import CopyRows, RowResult, StepRow, StepSpec
 
 SCORE_LOGIT_BYTES = 40 * 2**20
-"""Logits of a scoring chunk stay under this, whatever the vocabulary."""
+"""Logits that a step scores stay under this together, whatever the vocabulary."""
 
 LEAST_CHUNK = 16
 """Prompt tokens in every step, even where reading the weights alone takes longer than the step's time: with one token
@@ -51,6 +52,7 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.live: dict[str, Request] = {}
+        self.counters = Counters()
         self._added = 0
 
     @property
@@ -60,12 +62,17 @@ class Scheduler:
     def requests(self) -> list[Request]:
         return list(self.live.values())
 
+    def check_queue(self, num_coming: int = 0) -> None:
+        """`QueueFullError` when there is no place for one more request beside `num_coming` that are on their way.
+
+        Those that were preempted keep the places they had. May be called from any thread.
+        """
+        queued = num_coming + sum(r.preemptions == 0 for r in list(self.waiting))
+        if queued >= self._config.max_queue:
+            raise QueueFullError(f"the queue holds {queued} requests, its limit; try again later or raise max_queue")
+
     def add(self, request: Request) -> None:
-        """Queue a request; `QueueFullError` when the queue is full."""
-        if len(self.waiting) >= self._config.max_queue:
-            raise QueueFullError(
-                f"the queue holds {len(self.waiting)} requests, its limit; try again later or raise max_queue"
-            )
+        """Queue a request, whatever the queue holds."""
         self._added += 1
         request.order = self._added
         self.live[request.id] = request
@@ -89,9 +96,12 @@ class Scheduler:
             if len(self.running) >= self._config.max_running:
                 break
             # A cached position has no logits: scoring goes on, at the latest, where it was preempted.
-            limit = request.num_tokens - 1 if request.score is None else request.score.num_scored
+            limit = request.num_tokens - 1
+            if request.scoring:
+                assert request.sheet is not None
+                limit = request.sheet.num_scored
             match = self._cache.match(request.chain, limit)
-            owner = self._cache.pending_owner(request.chain, match) if request.score is None else None
+            owner = None if request.scoring else self._cache.pending_owner(request.chain, match)
             if owner is not None:
                 # Its next block is being computed: wait for it, and have the window before that border kept.
                 self._keep_common_border(owner, request)
@@ -128,12 +138,15 @@ class Scheduler:
             request.id, request.chain, match, request.num_tokens, cacheable=request.cacheable
         )
         request.num_computed = match.tokens
-        if request.score is not None:
-            request.score.rewind(match.tokens)
+        if request.scoring:
+            assert request.sheet is not None
+            request.sheet.rewind(match.tokens)
         request.status = Status.RUNNING
         if request.cached_tokens is None:
             request.cached_tokens = match.tokens
             request.start_s = time.perf_counter()
+            self.counters.cached_tokens_g1 += match.tokens
+            self.counters.missed_tokens += request.num_prompt_tokens - match.tokens
         bisect.insort(self.running, request, key=lambda r: r.order)
         return copies
 
@@ -144,15 +157,18 @@ class Scheduler:
         left = self._chunk_budget(prefills, decodes)
         oldest = prefills[0]
         reserve = -(-left // PREFILL_RESERVE)
+        score_left = self._score_chunk
+        score_reserve = -(-score_left // PREFILL_RESERVE) if oldest.scoring else 0
         planned: list[_Planned] = []
         for request in sorted(prefills, key=lambda r: r.num_tokens - r.num_computed):
-            held_back = 0 if request is oldest or any(p.request is oldest for p in planned) else reserve
-            n = min(request.num_tokens - request.num_computed, left - held_back)
-            if request.score is not None:
-                n = min(n, self._score_chunk)
+            oldest_served = request is oldest or any(p.request is oldest for p in planned)
+            n = min(request.num_tokens - request.num_computed, left - (0 if oldest_served else reserve))
+            if request.scoring:
+                n = min(n, score_left - (0 if oldest_served else score_reserve))
             if n > 0:
                 planned.append(_Planned(request, n))
                 left -= n
+                score_left -= n if request.scoring else 0
         return planned
 
     def _chunk_budget(self, prefills: Sequence[Request], decodes: Sequence[int]) -> int:
@@ -188,6 +204,7 @@ class Scheduler:
         request.num_computed = 0
         request.status = Status.WAITING
         request.preemptions += 1
+        self.counters.preemptions += 1
         bisect.insort(self.waiting, request, key=lambda r: r.order)
 
     def _release(self, request: Request, *, cache: bool = True) -> None:
@@ -200,9 +217,10 @@ class Scheduler:
         request, start, end = planned.request, planned.request.num_computed, planned.request.num_computed + planned.n
         assert request.table is not None
         targets = None
-        if request.score is not None:
+        if request.scoring:
             # The last position has no next token; its target is a placeholder that nobody reads.
             targets = np.array([*request.token_ids[start + 1 : end + 1], 0][: planned.n], dtype=np.int64)
+        sample = end == request.num_tokens and request.score is None
         return StepRow(
             request.id,
             start,
@@ -212,9 +230,10 @@ class Scheduler:
             request.regime,
             request.params,
             request.seed,
-            sample=end == request.num_tokens and request.score is None,
+            sample=sample,
             targets=targets,
             want_logits=request.score is not None and request.score.want_logits,
+            history=request.history() if sample else None,
         )
 
     # -- after a step --------------------------------------------------------------------------------------------
@@ -223,12 +242,17 @@ class Scheduler:
         """Publish what was computed, take the new tokens, finish what is done."""
         now_s = time.perf_counter()
         events: list[Event] = []
+        self.counters.steps += bool(step.rows)
         for row, result in zip(step.rows, results, strict=True):
             request = self.live[row.request_id]
             assert request.table is not None and request.num_computed == row.start
             was_prefill = request.in_prefill
             request.num_computed += row.n
             request.computed_tokens += row.n
+            if was_prefill:
+                self.counters.prefill_tokens += row.n
+            else:
+                self.counters.decode_tokens += row.n
             self._cache.commit(request.table, request.num_computed)
             if was_prefill:
                 events.append(self.progress(request, 0))
@@ -239,21 +263,22 @@ class Scheduler:
         if result.error is not None:
             # Logits that are not numbers come from keys and values that are not: nobody may go on from them.
             return [self._finish(request, "error", now_s, result.error, cache=False)]
+        if result.scores is not None:
+            assert request.sheet is not None
+            request.sheet.take(result)
         if request.score is not None:
-            assert result.logprobs is not None
-            request.score.logprobs.append(result.logprobs)
-            if result.logits is not None:
-                request.score.logits.append(result.logits)
             return [self._finish(request, "scored", now_s)] if request.num_computed == request.num_tokens else []
         if result.token_id is None:
             return []
-        event, reason = request.append(result.token_id, now_s)
+        event, reason = request.append(result.token_id, now_s, result.logprobs)
         return [event] if reason is None else [event, self._finish(request, reason, now_s)]
 
     def _finish(
         self, request: Request, reason: str, now_s: float, error: str | None = None, *, cache: bool = True
     ) -> Event:
         del self.live[request.id]
+        self.counters.cancels += reason == "cancelled"
+        self.counters.finished += 1
         if request.status is Status.RUNNING:
             self._release(request, cache=cache)
         else:

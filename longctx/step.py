@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from longctx.events import TokenLogprobs
 from longctx.params import SamplingParams
+from longctx.penalties import History
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,9 @@ class StepRow:
 
     `token_ids` [n] int64; `tables` one int64 array per layer group, covering every block up to start + n. Rows at
     positions below `num_prompt_tokens` are prefill, the others decode; a row may hold both after a preemption.
-    `sample` asks for a token after the last position; `score` asks for the logprob of each next token in `targets` [n].
+    `sample` asks for a token after the last position, with `history` for its penalties and its logprobs if
+    `params.logprobs` says so. `targets` [n] asks for the logprob of each next token, and for the best
+    `params.prompt_logprobs` in its place; a row may do both.
     """
 
     request_id: str
@@ -39,6 +43,7 @@ class StepRow:
     sample: bool
     targets: np.ndarray | None = None
     want_logits: bool = False
+    history: History | None = None
 
     @property
     def n(self) -> int:
@@ -57,15 +62,26 @@ class StepSpec:
         return sum(row.n for row in self.rows)
 
 
+@dataclass(frozen=True, eq=False)
+class LogprobRows:
+    """Logprobs [n] fp32 of the tokens that followed; `top_ids`, `top_logprobs` [n, k] of the best in their places."""
+
+    logprobs: np.ndarray
+    top_ids: np.ndarray
+    top_logprobs: np.ndarray
+
+
 @dataclass(frozen=True)
 class RowResult:
-    """What a step gave one row: a token if it sampled; logprobs [n] and, if asked for, logits [n, vocab] if it scored.
+    """What a step gave one row: a token if it sampled, with its logprobs if asked for; `scores` of [n] tokens and, if
+    asked for, logits [n, vocab] if it scored.
 
     `error` says why nothing could be sampled or scored (logits that are not numbers); it ends only this request.
     """
 
     request_id: str
     token_id: int | None = None
-    logprobs: np.ndarray | None = None
+    logprobs: TokenLogprobs | None = None
+    scores: LogprobRows | None = None
     logits: np.ndarray | None = None
     error: str | None = None
