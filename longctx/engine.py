@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
 from transformers import PreTrainedConfig
 
 from longctx.attention.registry import pick_backends
@@ -89,7 +90,7 @@ class Engine:
 
     def make_request(
         self,
-        token_ids: Sequence[int],
+        token_ids: Sequence[int] | np.ndarray,
         params: SamplingParams,
         *,
         cache_salt: str | None = None,

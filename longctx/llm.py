@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,17 +13,13 @@ import numpy as np
 
 from longctx.build import Progress, build_engine
 from longctx.config import EngineConfig
-from longctx.engine import Engine
 from longctx.errors import EngineError, LongctxError, RequestError
 from longctx.events import Event, FinishEvent, Timings, Usage
 from longctx.kv.budget import Plan
 from longctx.loop import EngineLoop, Subscription
 from longctx.models.tokenizer import encode_chat, encode_prompt
 from longctx.params import SamplingParams
-from longctx.rates import rates_path
 from longctx.request import Request, ScoreSheet, as_token_ids
-
-log = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 """Text, token ids, or chat messages (`[{"role": ..., "content": ...}]`, through the model's own template)."""
@@ -65,7 +60,7 @@ class LLM:
     def __init__(self, model: str, *, progress: Progress | None = None, **options: Any):
         self.engine = build_engine(EngineConfig.from_options(model, **options), progress)
         self._loop = EngineLoop(self.engine)
-        self._finalizer = weakref.finalize(self, _shut_down, self._loop, self.engine)
+        self._finalizer = weakref.finalize(self, self._loop.close)
 
     @property
     def tokenizer(self) -> Any:
@@ -176,14 +171,6 @@ class LLM:
         if self.tokenizer is None:
             raise RequestError("this model has no tokenizer; give token ids instead of text")
         return self.tokenizer
-
-
-def _shut_down(loop: EngineLoop, engine: Engine) -> None:
-    loop.stop()
-    try:
-        engine.rates.save(rates_path(engine.loaded.spec))
-    except OSError as error:
-        log.warning("measured step times were not saved: %s", error)
 
 
 def _each_prompt(prompts: Prompt | Sequence[Prompt]) -> list[Any]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from longctx.engine import Engine
-from longctx.errors import EngineError, LongctxError
+from longctx.errors import EngineError, LongctxError, RequestError
 from longctx.events import Event, FinishEvent, ProgressEvent
+from longctx.rates import rates_path
 from longctx.request import Request
 
 log = logging.getLogger(__name__)
@@ -17,13 +18,21 @@ log = logging.getLogger(__name__)
 PROGRESS_INTERVAL_MS = 50.0
 
 
-class Subscription:
-    """The events of one request, in order. Iterating ends after its `FinishEvent`."""
+Sink = Callable[[Event | Exception], None]
+"""Takes the events of a request, in order, on the stepping thread: it must not block."""
 
-    def __init__(self, request: Request):
+
+class Subscription:
+    """The events of one request, in order. Iterating ends after its `FinishEvent`.
+
+    With a `sink` they go there instead, and there is nothing to iterate.
+    """
+
+    def __init__(self, request: Request, sink: Sink | None = None):
         self.request = request
         self.finished = False
         self._events: queue.SimpleQueue[Event | Exception] = queue.SimpleQueue()
+        self._sink: Sink = sink or self._events.put
         self._last_progress_ms = -PROGRESS_INTERVAL_MS
 
     def put(self, event: Event | Exception) -> None:
@@ -32,7 +41,7 @@ class Subscription:
             if event.time_ms - self._last_progress_ms < PROGRESS_INTERVAL_MS:
                 return
             self._last_progress_ms = event.time_ms
-        self._events.put(event)
+        self._sink(event)
 
     def __iter__(self) -> Iterator[Event]:
         while not self.finished:
@@ -47,8 +56,8 @@ class EngineLoop:
     """Owns the stepping thread. Methods may be called from any thread.
 
     Between steps it takes new requests from its inbox, so a caller never waits for a step; when the engine goes idle it
-    checks the cache's integrity and sleeps. Every subscription ends: with its `FinishEvent`, with the error that
-    refused it, or, if the engine breaks, with an `EngineError`, which every later `submit` raises too.
+    checks the cache's integrity and sleeps. Every subscription ends: with its `FinishEvent`, or, if the engine breaks,
+    with an `EngineError`, which every later `submit` raises too.
     """
 
     def __init__(self, engine: Engine):
@@ -57,18 +66,38 @@ class EngineLoop:
         # Reentrant: the garbage collector may close this engine while its own thread holds the lock.
         self._lock = threading.RLock()
         self._open: dict[str, Subscription] = {}
+        self._num_inbox = 0
         self._ended: Exception | None = None
+        self.failure: EngineError | None = None
         engine.on_progress = self._deliver
         self._thread = threading.Thread(target=self._main, name="longctx-engine", daemon=True)
         self._thread.start()
 
-    def submit(self, request: Request) -> Subscription:
-        """Hand a request over; its events arrive on the subscription."""
-        subscription = Subscription(request)
+    def submit(
+        self,
+        request: Request,
+        sink: Sink | None = None,
+        *,
+        on_queued: Callable[[], None] | None = None,
+        bounded: bool = True,
+    ) -> Subscription:
+        """Hand a request over; its events go to `sink`, or arrive on the subscription.
+
+        `on_queued` is called when the request is certain to run, before its first event. Raises `QueueFullError` when
+        the queue is full, unless it is not `bounded`.
+        """
+        subscription = Subscription(request, sink)
         with self._lock:
             if self._ended is not None:
                 raise type(self._ended)(str(self._ended)) from self._ended.__cause__
+            if request.id in self._open:
+                raise RequestError(f"a request called {request.id!r} is running: choose another id")
+            if bounded:
+                self._engine.scheduler.check_queue(self._num_inbox)
+            if on_queued is not None:
+                on_queued()
             self._open[request.id] = subscription
+            self._num_inbox += 1
             self._inbox.put(subscription)
         return subscription
 
@@ -92,6 +121,23 @@ class EngineLoop:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
+    def wait(self) -> None:
+        """Block until the stepping thread has ended; `failure` says whether it broke."""
+        self._thread.join()
+
+    def close(self) -> None:
+        """`stop`, and keep the step times that the engine learned."""
+        self.stop()
+        try:
+            self._engine.rates.save(rates_path(self._engine.loaded.spec))
+        except OSError as error:
+            log.warning("measured step times were not saved: %s", error)
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have not ended, those in the inbox included."""
+        return len(self._open)
+
     def _main(self) -> None:
         try:
             while self._take_messages():
@@ -106,7 +152,7 @@ class EngineLoop:
             failure = EngineError(f"the engine has stopped: {type(error).__name__}: {error}")
             failure.__cause__ = error
             with self._lock:
-                self._ended = failure
+                self._ended = self.failure = failure
                 abandoned, self._open = list(self._open.values()), {}
             for subscription in abandoned:
                 subscription.put(failure)
@@ -117,11 +163,9 @@ class EngineLoop:
             subscription = self._inbox.get()
             if subscription is None:
                 return False
-            try:
-                self._engine.submit(subscription.request)
-            except LongctxError as error:
-                self._close(subscription.request.id)
-                subscription.put(error)
+            with self._lock:
+                self._num_inbox -= 1
+                self._engine.submit(subscription.request, bounded=False)
         return True
 
     def _deliver(self, event: Event) -> None:

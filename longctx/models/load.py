@@ -37,7 +37,8 @@ class LoadedModel:
     """A model ready to be hooked: Hugging Face's own classes, in eval mode, without gradients.
 
     `digest` identifies weights and config (not dtype); ids from `vocab_limit` on are rows of the head that the
-    tokenizer does not know and that must never be sampled; `eos_token_ids` end a generation.
+    tokenizer does not know and that must never be sampled; `eos_token_ids` end a generation. `folder` is where its
+    files lie, the tokenizer's among them.
     """
 
     model: PreTrainedModel
@@ -47,6 +48,7 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
     vocab_limit: int
     chat_template: str | None
+    folder: Path | None = None
 
 
 def load_config_only(
@@ -113,6 +115,7 @@ def load_model(
         eos_token_ids=_eos_ids(folder, config, tokenizer),
         vocab_limit=_vocab_limit(tokenizer, spec.vocab_size),
         chat_template=_template(tokenizer),
+        folder=folder,
     )
 
 

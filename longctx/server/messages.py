@@ -15,12 +15,16 @@ from longctx.params import SamplingParams
 
 @dataclass(frozen=True)
 class Submit:
-    """Run one prompt. `token_ids` [n] int32; `request_id` is chosen by the sender and names it in every answer."""
+    """Run one prompt. `token_ids` [n] int32; `request_id` is chosen by the sender and names it in every answer.
+
+    `again`: an engine that died had accepted it, so that a full queue is no reason to refuse it now.
+    """
 
     request_id: str
     token_ids: np.ndarray
     params: SamplingParams
     cache_salt: str | None = None
+    again: bool = False
 
 
 @dataclass(frozen=True)
