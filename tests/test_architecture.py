@@ -45,6 +45,7 @@ PUBLIC_API = {
     "longctx.machine",
     "longctx.models.spec",
     "longctx.params",
+    "longctx.resident",
     "longctx.units",
 }
 """What evals may import of the engine: what a user may."""
@@ -52,7 +53,15 @@ PUBLIC_API = {
 LAZY_IMPORTS = ("longctx/cli/", "longctx/__init__.py")
 """Where an import inside a function is right: the command line must answer `--help` without loading torch."""
 
-LIGHT = ("longctx", "longctx.errors", "longctx.params", "longctx.events", "longctx.models.spec", "longctx.cli")
+LIGHT = (
+    "longctx",
+    "longctx.errors",
+    "longctx.params",
+    "longctx.events",
+    "longctx.models.spec",
+    "longctx.resident",
+    "longctx.cli",
+)
 """What must be importable without torch."""
 
 

@@ -2,38 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 
-_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-
-
-def resident_bytes() -> int | None:
-    """Resident bytes now, or None where the system does not say."""
-    return _status_bytes("VmRSS")
-
-
-def peak_bytes() -> int | None:
-    """The most resident bytes since `reset_peak`."""
-    return _status_bytes("VmHWM")
-
-
-def reset_peak() -> bool:
-    """Forget the peak so far; False where the system cannot."""
-    try:
-        _CLEAR.write_text("5")
-    except OSError:
-        return False
-    return True
-
-
-def _status_bytes(field: str) -> int | None:
-    if not _STATUS.exists():
-        return None
-    line = next((line for line in _STATUS.read_text().splitlines() if line.startswith(f"{field}:")), None)
-    return None if line is None else int(line.split()[1]) * 1024
+from longctx.resident import peak_rss_bytes, reset_peak, resident_bytes
 
 
 class GrowthWatch:
@@ -52,7 +25,7 @@ class GrowthWatch:
 
     def growth_bytes(self) -> int | None:
         """Peak since the watch was made, minus the base; None where it cannot be measured."""
-        peak = peak_bytes()
+        peak = peak_rss_bytes()
         return None if peak is None or self.base_bytes is None else peak - self.base_bytes
 
 

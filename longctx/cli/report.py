@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longctx.events import FinishEvent
+from longctx.resident import peak_rss_bytes
 from longctx.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -89,19 +88,3 @@ def _answer_report(item: Answer) -> dict[str, Any]:
         },
         "computed_tokens": end.computed_tokens,
     }
-
-
-def peak_rss_bytes() -> int | None:
-    """The most memory this process ever held, or None where the system does not say.
-
-    Linux's `ru_maxrss` is not used: it is inherited through exec, so a large parent's size would be reported as ours.
-    """
-    status = Path("/proc/self/status")
-    if status.exists():
-        line = next((line for line in status.read_text().splitlines() if line.startswith("VmHWM:")), None)
-        return None if line is None else int(line.split()[1]) * 1024
-    if sys.platform == "darwin":
-        import resource
-
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return None

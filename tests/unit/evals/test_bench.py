@@ -17,10 +17,11 @@ from longctx.evals.bench.fit import fit_curve
 from longctx.evals.bench.job import Job
 from longctx.evals.bench.limits import FLOPS_PARTS, READ_PARTS, Limits, measure_limits, why_invalid
 from longctx.evals.bench.main import find_bench, run_bench
-from longctx.evals.bench.memory import GrowthWatch, peak_bytes, reset_peak, resident_bytes
+from longctx.evals.bench.memory import GrowthWatch
 from longctx.evals.bench.registry import BENCHES
 from longctx.evals.bench.report import table_text
 from longctx.evals.bench.runs import Prompts, open_engine, require_cold, run_cold, run_request
+from longctx.resident import peak_rss_bytes, reset_peak, resident_bytes
 from tests.helpers.tiny import make_tiny
 
 PARTS = {**dict.fromkeys(FLOPS_PARTS, 2e11), **dict.fromkeys(READ_PARTS, 2e10)}
@@ -269,7 +270,7 @@ def test_growth_is_what_came_after_the_weights(folder: str) -> None:
         assert watch.growth_bytes() >= len(held)
         del held
         assert watch.growth_bytes() >= 49_000_000, "a peak is not forgotten"
-        assert reset_peak() and peak_bytes() <= resident_bytes() + 20_000_000
+        assert reset_peak() and peak_rss_bytes() <= resident_bytes() + 20_000_000
 
 
 def test_curves_are_found_again() -> None:
