@@ -20,7 +20,9 @@ class ServerSettings:
     cors_origins: tuple[str, ...] = ()
     max_body_bytes: int = 64 * 2**20
     max_header_bytes: int = 32 * 2**10
+    head_timeout_s: float = 20.0
     body_timeout_s: float = 30.0
+    keep_alive_s: int = 30
     request_timeout_s: float | None = None
     drain_s: float = 30.0
     ping_s: float = 10.0
@@ -33,9 +35,14 @@ class ServerSettings:
     log_format: str = "text"
 
     def __post_init__(self) -> None:
-        for name in ("max_body_bytes", "max_header_bytes", "body_timeout_s", "ping_s", "max_choices", "max_jobs"):
+        positive = ("max_body_bytes", "max_header_bytes", "head_timeout_s", "body_timeout_s", "keep_alive_s", "ping_s")
+        for name in (*positive, "max_choices", "max_tracked", "max_jobs", "job_ttl_s"):
             if not getattr(self, name) > 0:
                 raise LongctxError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.request_timeout_s is not None and not self.request_timeout_s > 0:
+            raise LongctxError(f"request_timeout_s must be positive, got {self.request_timeout_s}")
+        if not 0 <= self.drain_s < float("inf"):
+            raise LongctxError(f"drain_s must be 0 or more, got {self.drain_s}")
         if not 0 <= self.port < 65536:
             raise LongctxError(f"port must be between 0 and 65535, got {self.port}")
         if self.log_format not in ("text", "json"):
