@@ -35,16 +35,25 @@ def encode_chat(
 
     Raises ModelError for a model without a template, and for messages that the template refuses.
     """
+    return encode_rendered(tokenizer, render_chat(tokenizer, messages, add_generation_prompt, **template_options))
+
+
+def render_chat(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    add_generation_prompt: bool = True,
+    **template_options: Any,
+) -> str:
+    """The text that the model's template makes of a conversation; raises as `encode_chat` does."""
     if not tokenizer.chat_template:
         raise ModelError(
             "this model has no chat template (it is a base model): send a plain prompt (/v1/completions, --prompt), "
             "or load an instruction-tuned model"
         )
     try:
-        ids = tokenizer.apply_chat_template(
+        text = tokenizer.apply_chat_template(
             [dict(message) for message in messages],
-            tokenize=True,
-            return_dict=False,
+            tokenize=False,
             add_generation_prompt=add_generation_prompt,
             **template_options,
         )
@@ -53,4 +62,10 @@ def encode_chat(
         raise ModelError(
             f"the model's chat template refuses these messages: {reason or type(error).__name__}"
         ) from error
-    return list(ids)
+    assert isinstance(text, str)
+    return text
+
+
+def encode_rendered(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """The ids of a text that a template has rendered: nothing is added to it."""
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
