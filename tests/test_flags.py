@@ -28,6 +28,31 @@ COMMANDS = {
         "--deterministic",
         "--json",
     },
+    "serve": {
+        *MODEL_FLAGS,
+        *MEMORY_FLAGS,
+        "--load-format",
+        "--unverified-model",
+        "--deterministic",
+        "--host",
+        "--port",
+        "--served-model-name",
+        "--chat-template",
+        "--api-key-file",
+        "--cors-origin",
+        "--max-body",
+        "--request-timeout",
+        "--itl-target-ms",
+        "--max-running",
+        "--max-queue",
+        "--drain-seconds",
+        "--jobs-dir",
+        "--job-ttl",
+        "--max-jobs",
+        "--ping-seconds",
+        "--log-format",
+        "--log-prompts",
+    },
     "plan": {
         *MODEL_FLAGS,
         *MEMORY_FLAGS,
@@ -54,10 +79,24 @@ COMMANDS = {
         "--out",
         "--json",
     },
+    "route-sim": {
+        "--users",
+        "--turns",
+        "--replicas",
+        "--start-tokens",
+        "--turn-tokens",
+        "--shared-tokens",
+        "--load",
+        "--cache-tokens",
+        "--prefill-rate",
+        "--seed",
+        "--out",
+        "--json",
+    },
 }
 """Every command and its flags. Extend it on purpose, with a line in CHANGELOG.md."""
 
-ARGUMENTS = {"run": ["MODEL"], "plan": ["[MODEL]"], "pull": ["NAME..."], "bench": ["NAME", "[MODEL]"]}
+ARGUMENTS = {"run": ["MODEL"], "serve": ["MODEL"], "plan": ["[MODEL]"], "pull": ["NAME..."], "bench": ["NAME", "[MODEL]"], "route-sim": []}
 
 GLOBAL_FLAGS = {"--version"}
 

@@ -12,7 +12,9 @@ from longctx import __version__
 from longctx.cli.bench import bench
 from longctx.cli.plan import plan
 from longctx.cli.pull import pull
+from longctx.cli.route_sim import route_sim
 from longctx.cli.run import run
+from longctx.cli.serve import serve
 from longctx.errors import EngineError, LongctxError
 
 EXIT_ENGINE_ERROR = 1
@@ -29,8 +31,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for _command in (run, plan, pull, bench):
+for _command in (run, serve, plan, pull, bench):
     app.command()(_command)
+app.command(name="route-sim")(route_sim)
 
 
 def _show_version(wanted: bool) -> None:

@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 from longctx.server.errors import ApiError
-from longctx.server.messages import Submit
+from longctx.server.messages import ModelInfo, Submit
 from longctx.server.registry import ChoiceState, Record, Registry
 from longctx.server.running import Running
 from longctx.server.settings import ServerSettings
@@ -29,7 +29,8 @@ GUESSED_START_S = 10.0
 class Service:
     """The parts of the HTTP process, and the one way a request takes through them.
 
-    `jobs` is set by whoever builds the service, since jobs begin requests themselves. Used from the event loop only.
+    `jobs` is set by whoever builds the service, since jobs begin requests themselves. `settled` is set when requests
+    are taken, or when the `failure` is known that prevents it. Used from one event loop.
     """
 
     jobs: Jobs
@@ -41,15 +42,58 @@ class Service:
         self.metrics = metrics
         self.registry = Registry(settings.max_tracked)
         self.running: dict[str, Running] = {}
+        self.created = int(time.time())
         self.started_s = time.monotonic()
         self.start_seconds: float | None = None
+        self.settled = asyncio.Event()
+        self.failure: Exception | None = None
         self._drain_until_s: float | None = None
+        self._stopping: asyncio.Future[None] | None = None
         self._idle = asyncio.Event()
         self._idle.set()
 
     @property
     def draining(self) -> bool:
         return self._drain_until_s is not None
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request sent now would be taken."""
+        return self.start_seconds is not None and self.client.state == "ready" and not self.draining
+
+    @property
+    def served_name(self) -> str:
+        """What clients call the model."""
+        return self.settings.served_name or self.need_info().model
+
+    def need_info(self) -> ModelInfo:
+        """The loaded model; the `ApiError` of a server that has none yet."""
+        if self.client.info is None:
+            self.check_open()
+            raise self._loading_error()
+        return self.client.info
+
+    async def start(self) -> None:
+        """Start the engine and what prepares for it; `settled` and `failure` tell how it went."""
+        try:
+            await self.client.start()
+            await self.preparer.start(self.need_info())
+            await self.jobs.start()
+            self.start_seconds = time.monotonic() - self.started_s
+        except Exception as error:
+            self.failure = error
+        finally:
+            self.settled.set()
+
+    async def stop(self) -> None:
+        """Persist the jobs, end the engine and the preparers. May be called again: there is one stop."""
+        if self._stopping is None:
+            self._stopping = asyncio.ensure_future(self._stop())
+        await asyncio.shield(self._stopping)
+
+    async def _stop(self) -> None:
+        await self.jobs.stop()
+        await asyncio.gather(self.client.stop(), self.preparer.stop())
 
     async def begin(
         self,
@@ -115,19 +159,19 @@ class Service:
             left_s = self._drain_until_s - time.monotonic()
             raise ApiError.from_code("draining", "the server is shutting down", retry_after(left_s))
         state = self.client.state
-        if state == "starting":
-            raise ApiError(
-                503,
-                "the model is still loading",
-                type="server_error",
-                code="model_loading",
-                retry_after_s=retry_after(self.client_start_left_s()),
-            )
+        if state == "starting" or (self.start_seconds is None and state == "ready"):
+            raise self._loading_error()
         if state in ("failed", "stopping"):
             why = self.client.last_failure or "it was stopped"
             raise ApiError(503, f"the engine is not running: {why}", type="server_error", code="engine_unavailable")
 
-    def client_start_left_s(self) -> float:
+    def _loading_error(self) -> ApiError:
+        left_s = retry_after(self._start_left_s())
+        return ApiError(
+            503, "the model is still loading", type="server_error", code="model_loading", retry_after_s=left_s
+        )
+
+    def _start_left_s(self) -> float:
         """Estimate of what is left of the start: at the pace of the bytes loaded so far, a guess before."""
         spent_s, loading = time.monotonic() - self.started_s, self.client.loading
         if loading is None or not loading.total or not loading.done:
@@ -137,6 +181,11 @@ class Service:
     def drain(self, seconds: float) -> None:
         """Take no requests from now on; those that run have `seconds`."""
         self._drain_until_s = time.monotonic() + seconds
+
+    def cancel_all(self) -> None:
+        """End all that runs."""
+        for record in self.registry.live():
+            self.cancel(record)
 
     async def wait_idle(self) -> None:
         """Until no request is being prepared or run."""
