@@ -91,13 +91,23 @@ def test_the_error_travels_to_another_process():
 
 
 @pytest.mark.parametrize(
-    "kwargs", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 50}, {"temperature": 1.0, "top_p": 0.9}], ids=str
+    "kwargs",
+    [
+        {},
+        {"temperature": 1.0},
+        {"temperature": 1.0, "top_k": 50},
+        {"temperature": 1.0, "top_p": 0.9, "min_p": 0.01},
+        {"temperature": 1.0, "repetition_penalty": 1.1, "frequency_penalty": 0.1, "logit_bias": {5: 1.0}},
+    ],
+    ids=str,
 )
 def test_memory_is_a_few_rows_whatever_the_batch(kwargs):
     """Nothing of size rows x vocabulary is copied: the peak does not depend on the number of rows."""
     vocab, num_rows = 65_536, 64
     logits_RV = torch.randn(num_rows, vocab, generator=torch.Generator().manual_seed(0))
-    rows = [step_row(SamplingParams(**kwargs), seed) for seed in range(num_rows)]
+    rows = [
+        step_row(SamplingParams(**kwargs), seed, prompt=range(0, vocab, 8), output=[1, 2]) for seed in range(num_rows)
+    ]
     sample_rows(logits_RV[:1], rows[:1], vocab)
     tracemalloc.start()
     sample_rows(logits_RV, rows, vocab)
@@ -116,3 +126,14 @@ def test_a_large_vocabulary_sorts_a_small_part_of_itself(monkeypatch):
         sample(logits * spread, SamplingParams(temperature=1.0, top_p=0.9), 0, 1, LARGE_VOCAB)
     assert len(sorted_items) == 3
     assert max(sorted_items) < LARGE_VOCAB // 50, sorted_items
+
+
+def test_greedy_without_options_copies_nothing():
+    """The row is read where it lies: no copy of 262,144 logits for a token that is simply the best."""
+    logits = torch.randn(LARGE_VOCAB, generator=torch.Generator().manual_seed(0))
+    sample(logits, SamplingParams(), 0, 1, LARGE_VOCAB)
+    tracemalloc.start()
+    sample(logits, SamplingParams(), 0, 1, LARGE_VOCAB)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 100_000
