@@ -46,6 +46,7 @@ PUBLIC_API = {
     "longctx.models.spec",
     "longctx.params",
     "longctx.resident",
+    "longctx.routing",
     "longctx.units",
 }
 """What evals may import of the engine: what a user may."""

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from longctx.cli.out import new_file
 from longctx.cli.progress import say, stderr_console
 from longctx.errors import EngineError, LongctxError
 from longctx.units import parse_bytes, parse_tokens
@@ -42,7 +43,7 @@ def bench(
 
     A run on a machine that was not quiet says so and is not valid. See docs/benchmarks for what each figure means.
     """
-    target = None if out is None else _new_file(out)
+    target = None if out is None else new_file(out)
     options = {
         "max_model_len": None if max_model_len is None else parse_tokens(max_model_len, "--max-model-len"),
         "chunk_tokens": None if chunk_tokens is None else parse_tokens(chunk_tokens, "--chunk-tokens"),
@@ -78,16 +79,6 @@ def bench(
         print(table_text(report, found.columns))
     if report["failure"]:
         raise EngineError(report["failure"])
-
-
-def _new_file(name: str) -> Path:
-    """A file that can be written and is not there yet: a result is never overwritten."""
-    path = Path(name).expanduser()
-    if path.exists():
-        raise LongctxError(f"--out {name} exists, and results are not overwritten: give another name")
-    if not path.parent.is_dir():
-        raise LongctxError(f"--out {name}: there is no folder {path.parent}; make it first")
-    return path
 
 
 def _write(path: Path, text: str) -> None:
