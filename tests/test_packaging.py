@@ -83,6 +83,7 @@ def test_wheel_contains_every_module(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if ".dist-info/" not in name}
     expected = {"longctx/py.typed"}
+    expected |= {f"longctx/server/static/{path.name}" for path in (ROOT / "longctx" / "server" / "static").iterdir()}
     for folder in FOLDERS:
         for path in (ROOT / folder).rglob("*.py"):
             relative = path.relative_to(ROOT).as_posix()
