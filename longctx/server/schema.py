@@ -199,3 +199,23 @@ class PlanRequest(Body):
     messages: Messages | None = None
     max_tokens: int = Field(1, ge=1)
     concurrency: int = Field(1, ge=1, le=1_000_000)
+
+
+class JobRequest(Body):
+    """POST /v1/jobs: a body for another endpoint, run whether or not its sender waits."""
+
+    endpoint: str = Field(description="/v1/completions, /v1/chat/completions or /v1/responses")
+    body: Loose
+    ttl_s: float | None = Field(None, gt=0, description="how long the result is kept")
+    idempotency_key: str | None = Field(None, description="the same key and body again is the same job")
+
+
+REQUESTS: dict[str, type[Body]] = {
+    "completions": CompletionRequest,
+    "chat": ChatRequest,
+    "responses": ResponsesRequest,
+    "tokenize": TokenizeRequest,
+    "detokenize": DetokenizeRequest,
+    "plan": PlanRequest,
+    "jobs": JobRequest,
+}
