@@ -22,7 +22,7 @@ NO_API_KEY = "no API key"
 
 
 def endpoints_of(schema: Mapping[str, Any]) -> list[str]:
-    """What `app.openapi()` offers, in the order of the routes: "POST /v1/completions", "GET DELETE /v1/jobs/{id}", ..."""
+    """What `app.openapi()` offers, in the order of the routes: "POST /v1/completions", "GET DELETE /v1/jobs/{id}"."""
     return [f"{' '.join(methods).upper()} {path}" for path, methods in schema["paths"].items()]
 
 
