@@ -27,7 +27,7 @@ from longctx.models.load import LoadedModel
 from longctx.offload.key import KeySpace, digest_of, root_key
 from longctx.params import SamplingParams
 from longctx.rates import Rates
-from longctx.request import Request, ScoreSheet, Status, as_token_ids
+from longctx.request import Request, ScoreSheet, Status, token_buffer
 from longctx.runner import Runner
 from longctx.scheduler import Scheduler
 from longctx.step import RowResult, StepSpec
@@ -104,11 +104,11 @@ class Engine:
         spec = self.loaded.spec
         if not isinstance(cache_salt, str | None):
             raise RequestError(f"cache_salt must be text, got {cache_salt!r}")
-        ids = as_token_ids(token_ids)
+        ids = token_buffer(token_ids)
         if not ids:
             raise RequestError("the prompt is empty; give at least one token")
-        if min(ids) < 0 or max(ids) >= spec.vocab_size:
-            bad = next(t for t in ids if not 0 <= t < spec.vocab_size)
+        bad = _first_outside(np.frombuffer(ids, dtype=np.int64), spec.vocab_size)
+        if bad is not None:
             raise RequestError(f"token id {bad} is outside the model's vocabulary of {spec.vocab_size}")
         if params.logit_bias and (bad := params.logit_bias[-1][0]) >= self.loaded.vocab_limit:
             raise RequestError(f"logit_bias names token id {bad}: the vocabulary has {self.loaded.vocab_limit} tokens")
@@ -122,7 +122,8 @@ class Engine:
             raise refusal
         endless = score is None and max_tokens is None
         regime = spec.rope.regime(spec.max_positions if endless else total)
-        root = root_key(self._key_space, regime=regime, salt=cache_salt)
+        chain = KeyChain(root_key(self._key_space, regime=regime, salt=cache_salt), self.config.cache.block_tokens, ids)
+        chain.prepare()
         tokenizer = self.loaded.tokenizer
         return Request(
             id=request_id if request_id is not None else uuid.uuid4().hex[:16],
@@ -131,7 +132,7 @@ class Engine:
             seed=params.seed if params.seed is not None else secrets.randbits(63),
             max_total_tokens=total,
             regime=regime,
-            chain=KeyChain(root, self.config.cache.block_tokens, ids),
+            chain=chain,
             eos_token_ids=self.loaded.eos_token_ids,
             detokenizer=IncrementalDetokenizer(tokenizer) if tokenizer is not None else None,
             cacheable=self.config.cache.prefix_cache,
@@ -233,6 +234,13 @@ class Engine:
 
 _NOT_MATH = ("architectures", "dtype", "name_or_path", "torch_dtype", "transformers_version")
 """Config entries that no logit depends on, or that the key names by itself."""
+
+
+def _first_outside(ids: np.ndarray, vocab_size: int) -> int | None:
+    """The first of `ids` [n] that is no token, or None."""
+    if ids.min() >= 0 and ids.max() < vocab_size:
+        return None
+    return int(ids[(ids < 0) | (ids >= vocab_size)][0])
 
 
 def _config_digest(config: PreTrainedConfig) -> str:

@@ -16,6 +16,8 @@ from longctx.request import Request
 log = logging.getLogger(__name__)
 
 PROGRESS_INTERVAL_MS = 50.0
+IDLE_CHECK_S = 1.0
+"""The cache is checked when nothing has happened for so long: nobody's request waits for the end of it."""
 
 
 Sink = Callable[[Event | Exception], None]
@@ -55,9 +57,9 @@ class Subscription:
 class EngineLoop:
     """Owns the stepping thread. Methods may be called from any thread.
 
-    Between steps it takes new requests from its inbox, so a caller never waits for a step; when the engine goes idle it
-    checks the cache's integrity and sleeps. Every subscription ends: with its `FinishEvent`, or, if the engine breaks,
-    with an `EngineError`, which every later `submit` raises too.
+    Between steps it takes new requests from its inbox, so a caller never waits for a step; when the engine stays idle
+    it checks the cache's integrity once and sleeps. Every subscription ends: with its `FinishEvent`, or, if the engine
+    breaks, with an `EngineError`, which every later `submit` raises too.
     """
 
     def __init__(self, engine: Engine):
@@ -67,6 +69,7 @@ class EngineLoop:
         self._lock = threading.RLock()
         self._open: dict[str, Subscription] = {}
         self._num_inbox = 0
+        self._unchecked = False
         self._ended: Exception | None = None
         self.failure: EngineError | None = None
         engine.on_progress = self._deliver
@@ -143,8 +146,7 @@ class EngineLoop:
             while self._take_messages():
                 for event in self._engine.scheduler.queue_progress() + self._engine.step():
                     self._deliver(event)
-                if not self._engine.has_work:
-                    self._engine.check_integrity()
+                self._unchecked = True
             for event in self._engine.scheduler.drop_cancelled():
                 self._deliver(event)
         except BaseException as error:
@@ -160,7 +162,12 @@ class EngineLoop:
     def _take_messages(self) -> bool:
         """Take what is in the inbox, waiting for something when there is no work; False means stop."""
         while not self._inbox.empty() or not self._engine.has_work:
-            subscription = self._inbox.get()
+            try:
+                subscription = self._inbox.get(timeout=IDLE_CHECK_S if self._unchecked else None)
+            except queue.Empty:
+                self._engine.check_integrity()
+                self._unchecked = False
+                continue
             if subscription is None:
                 return False
             with self._lock:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from longctx.kv.pool import NULL_SLOT
@@ -11,10 +13,10 @@ from longctx.offload.key import BlockKey, chain_key
 class KeyChain:
     """The keys of the full blocks of one request's tokens, computed when first asked for.
 
-    Keeps a reference to the request's own list, which may grow at its end and never changes otherwise.
+    Keeps a reference to the request's own tokens, which may grow at its end and never changes otherwise.
     """
 
-    def __init__(self, root: BlockKey, block_tokens: int, token_ids: list[int]):
+    def __init__(self, root: BlockKey, block_tokens: int, token_ids: Sequence[int]):
         self._root = root
         self._block_tokens = block_tokens
         self._token_ids = token_ids
@@ -37,6 +39,11 @@ class KeyChain:
             j = len(self._keys)
             self._keys.append(chain_key(self.parent(j), self.tokens(j)))
         return self._keys[i]
+
+    def prepare(self) -> None:
+        """Compute what can be: whoever owns the request now has more time than whoever will ask."""
+        if self.num_full:
+            self.key(self.num_full - 1)
 
     def parent(self, i: int) -> BlockKey:
         """The key before block `i`: the root for the first."""
