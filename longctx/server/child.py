@@ -36,7 +36,7 @@ class Child:
         self.ended: asyncio.Future[str] = self._event_loop.create_future()
         self._connection, theirs = multiprocessing.Pipe()
         try:
-            self._process = _spawn(_BOOT.format(path=sys.path, fd=theirs.fileno()), theirs.fileno())
+            self._process = spawn(_BOOT.format(path=sys.path, fd=theirs.fileno()), theirs.fileno())
         finally:
             theirs.close()
         self._outbox = Outbox(self._connection)
@@ -85,7 +85,8 @@ class Child:
             self._process.kill()
 
 
-def _spawn(code: str, fd: int) -> subprocess.Popen[bytes]:
+def spawn(code: str, fd: int) -> subprocess.Popen[bytes]:
+    """A fresh interpreter that runs `code` and inherits `fd`. It begins with SIGINT and SIGTERM blocked."""
     # A Ctrl-C goes to the whole group: while it is blocked here nothing is lost, and the child begins with it blocked.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
