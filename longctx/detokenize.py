@@ -49,6 +49,18 @@ class IncrementalDetokenizer:
         self._previous = token_id
         return text
 
+    def spell(self, token_id: int) -> bytes:
+        """The bytes that a token would add behind those taken so far, a special token those of its name; takes nothing.
+
+        Not always whole characters. Empty for an id that the tokenizer does not know.
+        """
+        token = self._tokenizer.convert_ids_to_tokens(token_id)
+        if token is None:
+            return b""
+        assert isinstance(token, str)
+        raw = self._bytes_of(token_id, token)
+        return self._text_of(token_id).encode() if raw is None else raw
+
     def finish(self) -> str:
         """What is left at the end: U+FFFD for a character that was never completed, else nothing."""
         return self._utf8.decode(b"", final=True)

@@ -209,3 +209,26 @@ def test_replacement_follows_the_standard():
     data = b"\xf0\x9f\xa6\xf0\x9fA\xff\xe4\xbd"
     ids = byte_ids(tokenizer, data)
     assert "".join(deltas(tokenizer, ids)) == full(tokenizer, ids) == codecs.decode(data, "utf-8", "replace")
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_a_token_is_spelled_by_its_own_bytes(name):
+    """waybarrios/vllm-mlx#109: tokens that are half a character need their bytes, which replacement loses."""
+    tokenizer = TOKENIZERS[name]
+    for text in ("the key", "é今x" if name != "unigram" else "é", " the"):
+        detokenizer, spelled = IncrementalDetokenizer(tokenizer), b""
+        for token_id in tokenizer.encode(text, add_special_tokens=False):
+            before = detokenizer.spell(token_id)
+            assert before == detokenizer.spell(token_id), "spelling takes nothing"
+            spelled += before
+            detokenizer.add(token_id)
+        expected = full(tokenizer, tokenizer.encode(text, add_special_tokens=False))
+        assert spelled.decode().replace("<unk>", "") == expected.replace("<unk>", "")
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_special_tokens_are_spelled_by_name(name):
+    tokenizer = TOKENIZERS[name]
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    assert detokenizer.spell(tokenizer.eos_token_id) == b"<|end|>"
+    assert detokenizer.spell(len(tokenizer) + 50) == b""
