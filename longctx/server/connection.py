@@ -7,7 +7,7 @@ import json
 import socket
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from longctx.server.errors import ApiError
 
@@ -22,8 +22,8 @@ class Connection(HttpToolsProtocol):
     """uvicorn's HTTP/1.1 protocol with what it leaves out.
 
     Headers may have `max_header_bytes` and take `head_timeout_s`, counted before they are parsed: the parser would
-    gather them without end. Its own refusals are JSON. While pipelined requests wait, reading goes on, or the end of
-    the connection would not be seen.
+    gather them without end. Its own refusals are JSON. The end of the connection is seen while pipelined requests
+    wait, and told to the one that is being answered.
     """
 
     max_header_bytes = 32 * 2**10
@@ -31,6 +31,7 @@ class Connection(HttpToolsProtocol):
 
     _head_bytes: int | None = 0
     _head_timer: asyncio.TimerHandle | None = None
+    _answering: RequestResponseCycle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -45,6 +46,9 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         super().connection_lost(exc)
+        if self._answering is not None and not self._answering.response_complete:
+            self._answering.disconnected = True
+            self._answering.message_event.set()
 
     def data_received(self, data: bytes) -> None:
         if self._head_bytes is not None:
@@ -65,6 +69,10 @@ class Connection(HttpToolsProtocol):
             self.flow.resume_reading()
             if len(self.pipeline) > MAX_PIPELINED:
                 self.transport.close()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answering = cycle
+        super()._start_asgi_task(cycle, app)
 
     def on_message_complete(self) -> None:
         self._head_bytes = 0

@@ -88,7 +88,7 @@ class Guard:
             await self._app(scope, _replay(scope["state"], receive), answer.send)
         except ApiError as error:
             await answer.error(error)
-            if body is None:
+            if body is None and _header(scope["headers"], b"expect") is None:
                 await _drop_rest(receive)
                 await answer.finish()
         except Exception:

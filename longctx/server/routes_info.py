@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 
 from longctx import __version__
 from longctx.server.errors import ApiError
@@ -72,17 +72,17 @@ def _add_models(routes: APIRouter, service: Service) -> None:
 
 def _add_text(routes: APIRouter, service: Service) -> None:
     @routes.post("/tokenize", openapi_extra=json_body("tokenize"), summary="The token ids of a text or of messages")
-    async def tokenize(request: Request) -> Any:
+    async def tokenize(request: Request) -> Response:
         service.check_open()
-        return await service.preparer.tokenize(await take_body(request))
+        return Response(await service.preparer.tokenize(await take_body(request)), media_type="application/json")
 
     @routes.post("/detokenize", openapi_extra=json_body("detokenize"), summary="The text of token ids")
-    async def detokenize(request: Request) -> Any:
+    async def detokenize(request: Request) -> Response:
         service.check_open()
-        return await service.preparer.detokenize(await take_body(request))
+        return Response(await service.preparer.detokenize(await take_body(request)), media_type="application/json")
 
     @routes.post("/v1/plan", openapi_extra=json_body("plan"), summary="What a request would need and take")
-    async def plan(request: Request) -> Any:
+    async def plan(request: Request) -> dict[str, Any]:
         service.check_open()
         tokens, concurrency = await service.preparer.plan(await take_body(request))
         return await service.client.plan(tokens, concurrency=concurrency)
