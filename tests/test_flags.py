@@ -69,6 +69,8 @@ COMMANDS = {
         "--tokens",
         "--repeats",
         "--against",
+        "--trace",
+        "--speedup",
         "--profile",
         "--max-model-len",
         "--chunk-tokens",

@@ -11,7 +11,7 @@ from longctx.evals.bench.fit import fit_curve
 from longctx.evals.bench.floors import attention_bytes, decode_floor, stored_bytes
 from longctx.evals.bench.job import Bench, Column, Job, Result, Row
 from longctx.evals.bench.limits import Limits
-from longctx.evals.bench.peer_hf import HFPeer
+from longctx.evals.bench.peers import Peer, is_url, open_peer
 from longctx.evals.bench.probe import AttentionTimes, timed_attention
 from longctx.evals.bench.profile import StepProfile
 from longctx.evals.bench.runs import (
@@ -50,10 +50,10 @@ def run(job: Job) -> Result:
     tokens = job.tokens or DEFAULT_TOKENS
     rows = []
     with open_engine(job) as (_, engine):
-        prompts = Prompts(engine.loaded.vocab_limit)
+        prompts = Prompts(engine.loaded.vocab_limit, new=is_url(job.against))
         lengths = lengths_for(job, DEFAULT_LENGTHS, engine.partition.longest_request, least=tokens + 2)
         warm_up(engine, prompts)
-        peer = None if job.against is None else HFPeer(engine)
+        peer = open_peer(job.against, engine)
         for length in lengths:
             ids, salt = prompts.fresh(length - tokens - 1), prompts.fresh_salt()
             runs = _measure(job, engine, ids, salt, tokens, peer)
@@ -70,7 +70,7 @@ def run(job: Job) -> Result:
     return Result(rows, _curve(rows))
 
 
-def _measure(job: Job, engine: Any, ids: Sequence[int], salt: str, tokens: int, peer: HFPeer | None) -> _Runs:
+def _measure(job: Job, engine: Any, ids: Sequence[int], salt: str, tokens: int, peer: Peer | None) -> _Runs:
     runs = _Runs()
     job.say(f"reading {len(ids):,} tokens")
     require_cold(run_request(engine, ids, 1, salt=salt), len(ids))
@@ -85,7 +85,8 @@ def _measure(job: Job, engine: Any, ids: Sequence[int], salt: str, tokens: int, 
         if peer is not None and theirs is not None:
             seconds, chosen = peer.decode(theirs, tokens)
             runs.peer_s.append(statistics.fmean(seconds))
-            runs.peer_tokens.append([theirs.token, *chosen])
+            if chosen is not None:
+                runs.peer_tokens.append([theirs.token, *chosen])
 
     for repeat in range(job.repeats):
         job.say(f"decoding {tokens} tokens behind {len(ids):,}, {repeat + 1} of {job.repeats}")
@@ -109,13 +110,15 @@ def _figures(samples: Sequence[Sample]) -> dict[str, Any]:
 
 def _beside(runs: _Runs) -> dict[str, Any]:
     ratios = [theirs / ours.mean_step_s for theirs, ours in zip(runs.peer_s, runs.ours, strict=True)]
-    pairs = zip(runs.peer_tokens[0], runs.ours[0].token_ids, strict=True)
-    return {
-        "hf_step_s": median(runs.peer_s),
-        "hf_step_samples_s": runs.peer_s,
-        "hf_over_ours": median(ratios),
-        "hf_same_tokens": statistics.fmean(a == b for a, b in pairs),
+    figures: dict[str, Any] = {
+        "peer_step_s": median(runs.peer_s),
+        "peer_step_samples_s": runs.peer_s,
+        "peer_over_ours": median(ratios),
     }
+    if runs.peer_tokens:
+        pairs = zip(runs.peer_tokens[0], runs.ours[0].token_ids, strict=True)
+        figures["peer_same_tokens"] = statistics.fmean(a == b for a, b in pairs)
+    return figures
 
 
 def _profile(engine: Any, ids: Sequence[int], salt: str, steps: int) -> dict[str, Any]:
@@ -163,9 +166,9 @@ BENCH = Bench(
         Column("attention_s", "attention ms", ".2f", 1e3),
         Column("attention_bytes_per_s", "its GB/s", ".1f", 1e-9),
         Column("attention_share_of_read", "of read", ".0%"),
-        Column("hf_step_s", "HF step ms", ".2f", 1e3),
-        Column("hf_over_ours", "HF / ours"),
-        Column("hf_same_tokens", "same tokens", ".0%"),
+        Column("peer_step_s", "peer step ms", ".2f", 1e3),
+        Column("peer_over_ours", "peer / ours"),
+        Column("peer_same_tokens", "same tokens", ".0%"),
     ),
-    against=("hf",),
+    against=("hf", "URL"),
 )

@@ -18,6 +18,7 @@ class Job:
     """One invocation. `lengths` and `tokens` None are the benchmark's own; a length is prompt + generated tokens.
 
     `options` are those of `longctx.LLM`. `against` names another system to be measured beside this one.
+    `trace` is a file of requests to replay, `speedup` times as fast as they came.
     """
 
     model: str | None = None
@@ -26,6 +27,8 @@ class Job:
     repeats: int = 3
     against: str | None = None
     profile: bool = False
+    trace: str | None = None
+    speedup: float = 1.0
     options: Mapping[str, Any] = field(default_factory=dict)
     say: Say = lambda line: None
 

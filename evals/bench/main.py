@@ -9,6 +9,7 @@ from typing import Any
 from longctx.errors import LongctxError
 from longctx.evals.bench.job import Bench, Job
 from longctx.evals.bench.limits import Limits, measure_limits
+from longctx.evals.bench.peers import is_url
 from longctx.evals.bench.registry import BENCHES
 from longctx.evals.bench.report import machine_line, make_report
 
@@ -38,12 +39,15 @@ def run_bench(bench: Bench, job: Job, measure: Measure = measure_limits) -> dict
 def _checked(bench: Bench, job: Job) -> Job:
     if bench.needs_model and job.model is None:
         raise LongctxError(f"bench {bench.name} needs a MODEL, such as gemma3-270m")
-    if job.against is not None and job.against not in bench.against:
+    peer = "URL" if is_url(job.against) else job.against
+    if peer is not None and peer not in bench.against:
         known = f"it can be compared with {', '.join(bench.against)}" if bench.against else "it has no peer"
         raise LongctxError(f"--against {job.against} does not go with bench {bench.name}: {known}")
     for name, value in (("--repeats", job.repeats), ("--tokens", job.tokens)):
         if value is not None and value < 1:
             raise LongctxError(f"{name} {value} must be at least 1")
+    if not job.speedup > 0:
+        raise LongctxError(f"--speedup {job.speedup} must be positive")
     if bench.name == "needle" and job.model is not None:
         job.say(f"bench needle builds its own model; {job.model} takes no part")
         return replace(job, model=None)

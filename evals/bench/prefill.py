@@ -10,7 +10,7 @@ from longctx.evals.bench.floors import pair_flops, prefill_floor
 from longctx.evals.bench.job import Bench, Column, Job, Result, Row
 from longctx.evals.bench.limits import Limits
 from longctx.evals.bench.memory import GrowthWatch, planned_growth_bytes
-from longctx.evals.bench.peer_hf import HFPeer
+from longctx.evals.bench.peers import Peer, is_url, open_peer
 from longctx.evals.bench.profile import StepProfile
 from longctx.evals.bench.runs import Prompts, Sample, lengths_for, median, open_engine, run_cold, warm_up
 from longctx.models.spec import ModelSpec
@@ -22,12 +22,12 @@ def run(job: Job) -> Result:
     """Each length `repeats` times, ours and the peer's in turn; a length is the prompt and one generated token."""
     with open_engine(job) as (llm, engine):
         spec = engine.loaded.spec
-        prompts = Prompts(engine.loaded.vocab_limit)
+        prompts = Prompts(engine.loaded.vocab_limit, new=is_url(job.against))
         lengths = lengths_for(job, DEFAULT_LENGTHS, engine.partition.longest_request, least=2)
         warm_up(engine, prompts)
         # Beside a peer's caches or a profiler's events the process's growth would not be ours.
         watch = GrowthWatch(engine) if job.against is None and not job.profile else None
-        peer = None if job.against is None else HFPeer(engine)
+        peer = open_peer(job.against, engine)
         rows = []
         for length in lengths:
             samples, peer_s, agreeing = _measure(job, engine, prompts, length, peer)
@@ -50,11 +50,11 @@ def run(job: Job) -> Result:
 
 
 def _measure(
-    job: Job, engine: Any, prompts: Prompts, length: int, peer: HFPeer | None
-) -> tuple[list[Sample], list[float], int]:
+    job: Job, engine: Any, prompts: Prompts, length: int, peer: Peer | None
+) -> tuple[list[Sample], list[float], int | None]:
     samples: list[Sample] = []
     peer_s: list[float] = []
-    agreeing = 0
+    agreeing: int | None = 0
     for repeat in range(job.repeats):
         job.say(f"prefill of {length:,} tokens, {repeat + 1} of {job.repeats}")
         ids = prompts.fresh(length - 1)
@@ -64,17 +64,20 @@ def _measure(
         if peer is not None:
             theirs = theirs or peer.prefill(ids)
             peer_s.append(theirs.ttft_s)
-            agreeing += theirs.token == samples[-1].token_ids[0]
+            if theirs.token is None or agreeing is None:
+                agreeing = None  # a server does not name its tokens
+            else:
+                agreeing += theirs.token == samples[-1].token_ids[0]
             del theirs
     return samples, peer_s, agreeing
 
 
-def _beside(peer_s: Sequence[float], ours_s: Sequence[float], agreeing: int) -> dict[str, Any]:
+def _beside(peer_s: Sequence[float], ours_s: Sequence[float], agreeing: int | None) -> dict[str, Any]:
     return {
-        "hf_ttft_s": median(peer_s),
-        "hf_ttft_samples_s": list(peer_s),
-        "hf_over_ours": median([theirs / ours for theirs, ours in zip(peer_s, ours_s, strict=True)]),
-        "hf_same_first_tokens": agreeing,
+        "peer_ttft_s": median(peer_s),
+        "peer_ttft_samples_s": list(peer_s),
+        "peer_over_ours": median([theirs / ours for theirs, ours in zip(peer_s, ours_s, strict=True)]),
+        "peer_same_first_tokens": agreeing,
     }
 
 
@@ -120,10 +123,10 @@ BENCH = Bench(
         Column("prefill_tokens_per_s", "tok/s", ",.0f"),
         Column("num_chunks", "chunks", "d"),
         Column("cached_tokens", "cached", "d"),
-        Column("hf_ttft_s", "HF TTFT s", ".3f"),
-        Column("hf_over_ours", "HF / ours"),
+        Column("peer_ttft_s", "peer TTFT s", ".3f"),
+        Column("peer_over_ours", "peer / ours"),
         Column("rss_growth_bytes", "RSS growth MB", ",.0f", 1e-6),
         Column("planned_growth_bytes", "planned MB", ",.0f", 1e-6),
     ),
-    against=("hf",),
+    against=("hf", "URL"),
 )

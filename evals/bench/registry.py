@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
-from longctx.evals.bench import decode, machine_limits, needle, prefill, prefix
+from longctx.evals.bench import (
+    concurrency,
+    decode,
+    machine_limits,
+    mixed,
+    multiturn,
+    needle,
+    prefill,
+    prefix,
+    replay,
+)
 from longctx.evals.bench.job import Bench
 
 BENCHES: dict[str, Bench] = {
-    module.BENCH.name: module.BENCH for module in (machine_limits, prefill, decode, prefix, needle)
+    module.BENCH.name: module.BENCH
+    for module in (machine_limits, prefill, decode, prefix, mixed, multiturn, concurrency, replay, needle)
 }

@@ -105,6 +105,8 @@ def _config(job: Job) -> dict[str, Any]:
         "tokens": job.tokens,
         "repeats": job.repeats,
         "against": job.against,
+        "trace": job.trace,
+        "speedup": job.speedup,
         "options": dict(job.options),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "longctx": longctx.__version__,

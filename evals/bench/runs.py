@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import secrets
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -40,16 +41,23 @@ class Sample:
 
 @dataclass
 class Prompts:
-    """Random token ids below `limit`, never the same prompt twice, and the same ones in every run."""
+    """Random token ids below `limit`, never the same prompt twice; the same ones in every run unless `new`.
+
+    A server that outlives a run may have kept the prompts of the last one, so beside it they must be new.
+    """
 
     limit: int
     salt: str = "bench"
+    new: bool = False
     _count: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self._seed = secrets.randbits(32) if self.new else 0
 
     def fresh(self, n: int) -> list[int]:
         """`n` ids that no prompt before began with."""
         self._count += 1
-        rng = np.random.default_rng([self._count, n])
+        rng = np.random.default_rng([self._count, n, self._seed] if self.new else [self._count, n])
         return rng.integers(min(FIRST_ID, self.limit - 1), self.limit, n).tolist()
 
     def fresh_salt(self) -> str:

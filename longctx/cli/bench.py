@@ -15,7 +15,12 @@ from longctx.units import parse_bytes, parse_tokens
 
 
 def bench(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="limits, prefill, decode, prefix or needle")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME", help="limits, prefill, decode, prefix, mixed, multiturn, concurrency, replay or needle"
+        ),
+    ],
     model: Annotated[
         str | None, typer.Argument(metavar="[MODEL]", help="built-in name, folder, .gguf file or hub id")
     ] = None,
@@ -27,8 +32,13 @@ def bench(
     ] = None,
     repeats: Annotated[int, typer.Option(help="runs of each cell, of which the median counts")] = 3,
     against: Annotated[
-        str | None, typer.Option(metavar="hf", help="measure Hugging Face on the same prompts, in turn")
+        str | None,
+        typer.Option(metavar="hf|URL", help="measure Hugging Face, or a server, on the same prompts, in turn"),
     ] = None,
+    trace: Annotated[
+        str | None, typer.Option(metavar="FILE", help="requests to replay, in Mooncake's JSONL form")
+    ] = None,
+    speedup: Annotated[float, typer.Option(help="replay a trace so many times as fast")] = 1.0,
     profile: Annotated[bool, typer.Option("--profile", help="also say where the time of a step goes")] = False,
     max_model_len: Annotated[str | None, typer.Option(metavar="N", help="the longest request, such as 128K")] = None,
     chunk_tokens: Annotated[str | None, typer.Option(metavar="N", help="prompt tokens per step; fixes it")] = None,
@@ -66,6 +76,8 @@ def bench(
         repeats=repeats,
         against=against,
         profile=profile,
+        trace=trace,
+        speedup=speedup,
         options={key: value for key, value in options.items() if value is not None},
         say=lambda line: say(console, line),
     )

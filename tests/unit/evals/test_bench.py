@@ -62,7 +62,10 @@ def check_shares(report: dict[str, Any], figure: str) -> None:
 
 
 def test_every_benchmark_is_tried_here() -> None:
-    assert set(BENCHES) == {"limits", "prefill", "decode", "prefix", "needle"}
+    assert set(BENCHES) == {
+        *("limits", "prefill", "decode", "prefix", "needle"),
+        *("mixed", "multiturn", "concurrency", "replay"),
+    }
 
 
 def test_limits_alone_and_with_a_model(folder: str) -> None:
@@ -89,8 +92,8 @@ def test_prefill_is_cold_and_takes_the_whole_cell(folder: str) -> None:
 
 def test_prefill_beside_hugging_face_agrees_with_it(folder: str) -> None:
     (row,) = bench("prefill", folder, lengths=(128,), against="hf")["rows"]
-    assert row["hf_same_first_tokens"] == 2 and len(row["hf_ttft_samples_s"]) == 2
-    assert row["hf_over_ours"] > 0 and "rss_growth_bytes" not in row
+    assert row["peer_same_first_tokens"] == 2 and len(row["peer_ttft_samples_s"]) == 2
+    assert row["peer_over_ours"] > 0 and "rss_growth_bytes" not in row
 
 
 def test_decode_counts_the_steps_it_says(folder: str) -> None:
@@ -111,7 +114,7 @@ def test_decode_counts_the_steps_it_says(folder: str) -> None:
 
 def test_decode_beside_hugging_face_gives_the_same_tokens(folder: str) -> None:
     (row,) = bench("decode", folder, lengths=(96,), tokens=8, against="hf")["rows"]
-    assert row["hf_same_tokens"] == 1.0 and len(row["hf_step_samples_s"]) == 2
+    assert row["peer_same_tokens"] == 1.0 and len(row["peer_step_samples_s"]) == 2
 
 
 def test_a_profiled_chunk_has_no_head_but_the_last(folder: str) -> None:
@@ -280,3 +283,63 @@ def test_curves_are_found_again() -> None:
     assert (curve["a"], curve["b"], curve["c"]) == pytest.approx((0.5, 1e-4, 3e-9))
     assert curve["worst_error"] == pytest.approx(0.0, abs=1e-9)
     assert fit_curve([1, 2], [1.0, 2.0], 2) is None
+
+
+def test_streams_beside_a_long_prefill_are_timed_apart(folder: str) -> None:
+    (row,) = bench("mixed", folder, lengths=(512,), tokens=4, options={"chunk_tokens": 32})["rows"]
+    assert row["tokens_meanwhile"] >= 4 * 10, "with chunks of 32 each stream gets a token beside every chunk"
+    assert 0 < row["itl_alone_p50_s"] <= row["itl_alone_p99_s"]
+    assert row["itl_mixed_p50_s"] <= row["itl_mixed_p99_s"] <= row["itl_mixed_max_s"]
+    check_shares({"rows": [row]}, "long_ttft_s")
+
+
+def test_each_turn_computes_only_what_is_new(folder: str) -> None:
+    rows = bench("multiturn", folder, lengths=(400,), tokens=64)["rows"]
+    assert [row["turn"] for row in rows] == [1, 2, 3, 4, 5]
+    assert rows[0]["cached_tokens"] == 0
+    # The last token of an answer was never fed back, so the next turn computes it with its own.
+    assert [row["computed_tokens"] for row in rows[1:]] == [65] * 4
+    assert [row["tokens"] for row in rows] == [64 + 80 * i for i in range(5)]
+
+
+def test_clients_at_once_are_all_served(folder: str) -> None:
+    rows = bench("concurrency", folder, lengths=(64,), tokens=8)["rows"]
+    assert [row["clients"] for row in rows] == [1, 2, 4, 8]
+    assert all(row["decode_tokens_per_s"] > 0 and row["ttft_p50_s"] <= row["ttft_max_s"] for row in rows)
+    stored = rows[1]["limit"] - rows[0]["limit"]
+    assert rows[3]["limit"] - rows[0]["limit"] == pytest.approx(7 * stored), "weights count once, caches for each"
+
+
+def trace_file(tmp_path: Path, *lines: dict[str, Any]) -> str:
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+def test_a_trace_is_replayed_with_its_shared_beginnings(folder: str, tmp_path: Path) -> None:
+    one = {"timestamp": 5000, "input_length": 1100, "output_length": 3, "hash_ids": [7, 8, 9]}
+    trace = trace_file(
+        tmp_path,
+        one,
+        {**one, "timestamp": 6000, "hash_ids": [7, 8, 10]},
+        {**one, "timestamp": 9000, "input_length": 10**6, "hash_ids": []},
+    )
+    (row,) = bench("replay", folder, trace=trace, speedup=100.0)["rows"]
+    assert row["requests"] == 2 and row["left_out"] == 1 and row["decode_tokens"] == 6
+    assert row["hit_rate"] == pytest.approx(1024 / 2200)
+    assert row["prefill_tokens"] == 2200 - 1024
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ({"timestamp": 0, "input_length": 0, "output_length": 1}, "line 1: input_length"),
+        ({"timestamp": 0, "output_length": 1}, "line 1: KeyError"),
+        ({"timestamp": None, "input_length": 1, "output_length": 1}, "line 1: TypeError"),
+    ],
+)
+def test_a_broken_trace_is_named(folder: str, tmp_path: Path, line: dict[str, Any], said: str) -> None:
+    with pytest.raises(LongctxError, match=said):
+        bench("replay", folder, trace=trace_file(tmp_path, line))
+    with pytest.raises(LongctxError, match="--trace"):
+        bench("replay", folder)
