@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -91,51 +92,50 @@ def serve(
         max_queue=max_queue,
         itl_target_s=itl_target_ms / 1e3,
     )
-    settings = {
-        "host": host,
-        "port": port,
-        "api_keys": read_keys(api_key_file, os.environ.get(KEYS_VARIABLE)),
-        "served_name": served_model_name or served_name(model),
-        "chat_template": None if chat_template is None else str(chat_template),
-        "cors_origins": tuple(check_origin(origin) for origin in cors_origin or ()),
-        "max_body_bytes": parse_bytes(max_body, "--max-body"),
-        "request_timeout_s": None if request_timeout is None else parse_seconds(request_timeout, "--request-timeout"),
-        "drain_s": drain_seconds,
-        "ping_s": ping_seconds,
-        "max_jobs": max_jobs,
-        "job_ttl_s": parse_seconds(job_ttl, "--job-ttl"),
-        "log_prompts": log_prompts,
-        "log_format": log_format,
-    }
-    # Refused now rather than after the seconds that loading takes.
-    ServerSettings(**settings)
-    run_server(settings, config, jobs_dir)
+    settings = ServerSettings(
+        host=host,
+        port=port,
+        api_keys=read_keys(api_key_file, os.environ.get(KEYS_VARIABLE)),
+        served_name=served_model_name or served_name(model),
+        chat_template=None if chat_template is None else str(chat_template),
+        cors_origins=tuple(check_origin(origin) for origin in cors_origin or ()),
+        max_body_bytes=parse_bytes(max_body, "--max-body"),
+        request_timeout_s=None if request_timeout is None else parse_seconds(request_timeout, "--request-timeout"),
+        drain_s=drain_seconds,
+        jobs_dir=jobs_dir,
+        job_ttl_s=parse_seconds(job_ttl, "--job-ttl"),
+        max_jobs=max_jobs,
+        ping_s=ping_seconds,
+        log_format=log_format,
+        log_prompts=log_prompts,
+    )
+    run_server(settings, config)
 
 
-def run_server(settings: dict[str, Any], config: EngineConfig, jobs_dir: Path | None) -> None:
+def run_server(settings: ServerSettings, config: EngineConfig) -> None:
     """Check what can be checked before anything is loaded, listen, serve until a signal."""
     from longctx.models.sources import resolve
     from longctx.server.listen import listen
 
     resolve(config.load.model)
-    if settings["chat_template"] is not None:
+    if settings.chat_template is not None:
         from longctx.server.text_side import read_template
 
         # Its text, not its path: every process that needs it has the one that was checked here.
-        settings["chat_template"] = read_template(settings["chat_template"])
-    with listen(settings["host"], settings["port"]) as sock:
-        _serve_on(sock, settings, config, jobs_dir)
+        settings = replace(settings, chat_template=read_template(settings.chat_template))
+    with listen(settings.host, settings.port) as sock:
+        _serve_on(sock, settings, config)
 
 
-def _serve_on(sock: socket.socket, settings: dict[str, Any], config: EngineConfig, jobs_dir: Path | None) -> None:
+def _serve_on(sock: socket.socket, settings: ServerSettings, config: EngineConfig) -> None:
     from longctx.models.cache import cache_root
     from longctx.server import logs
     from longctx.server.listen import serve as serve_on
 
     port = sock.getsockname()[1]
-    folder = cache_root() / "jobs" / str(port) if jobs_dir is None else jobs_dir.expanduser()
-    logs.configure(settings["log_format"])
-    asyncio.run(serve_on(ServerSettings(**{**settings, "port": port, "jobs_dir": folder}), config, sock))
+    folder = cache_root() / "jobs" / str(port) if settings.jobs_dir is None else settings.jobs_dir.expanduser()
+    logs.configure(settings.log_format)
+    asyncio.run(serve_on(replace(settings, port=port, jobs_dir=folder), config, sock))
 
 
 def served_name(model: str) -> str:
