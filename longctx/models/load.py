@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from transformers import (
     AutoConfig,
-    AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -27,9 +26,8 @@ from longctx.models.inspect import spec_from_config
 from longctx.models.limits import apply_limits
 from longctx.models.sources import fetch, resolve
 from longctx.models.spec import ModelSpec
+from longctx.models.tokenizer import load_tokenizer
 from longctx.models.weights import dummy_weights, load_weights, weight_files, weights_digest
-
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
 
 
 @dataclass(frozen=True)
@@ -129,18 +127,6 @@ def _read_config(path: Path) -> PreTrainedConfig:
         reason = " ".join(str(error).split())[:300]
         raise ModelError(f"the config.json in {path} cannot be read: {reason}") from error
     return text_config(config)
-
-
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
-    """The folder's tokenizer, None when it has none. Raises ModelError when it has one that cannot be read."""
-    if not any((folder / name).exists() for name in _TOKENIZER_FILES):
-        return None
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # the tokenizers library raises bare Exceptions for corrupt files
-        reason = " ".join(str(error).split())[:300]
-        raise ModelError(f"the tokenizer in {folder} cannot be read: {reason}; download it again") from error
-    return tokenizer
 
 
 def _eos_ids(folder: Path, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:

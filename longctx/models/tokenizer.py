@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from longctx.errors import ModelError
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
+    """The folder's tokenizer, None when it has none. Raises ModelError when it has one that cannot be read."""
+    if not any((folder / name).exists() for name in _TOKENIZER_FILES):
+        return None
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the tokenizers library raises bare Exceptions for corrupt files
+        reason = " ".join(str(error).split())[:300]
+        raise ModelError(f"the tokenizer in {folder} cannot be read: {reason}; download it again") from error
+    return tokenizer
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -35,7 +35,7 @@ def _completions(body: Any, text: TextSide, limits: Limits, info: ModelInfo) -> 
         raise bad("best_of must equal n: answers are not ranked here", "best_of", "unsupported_value")
     if request.suffix:
         raise bad("suffix is not supported: this model continues a prompt, it fills no gaps", "suffix")
-    prompts = _prompts(request.prompt)
+    prompts = prompts_of(request.prompt)
     _check_choices(len(prompts), request.n, limits)
     prompt_logprobs = request.prompt_logprobs
     if prompt_logprobs is None and request.echo:
@@ -164,7 +164,7 @@ def _effort(effort: Any, param: str, text: TextSide, variables: dict[str, Any], 
 # -- prompts ---------------------------------------------------------------------------------------------------------
 
 
-def _prompts(prompt: Any) -> list[str | list[Any]]:
+def prompts_of(prompt: Any) -> list[str | list[Any]]:
     """One prompt or several, each text or ids; whether ids are ids is checked when they become numbers."""
     if isinstance(prompt, str):
         return [prompt]

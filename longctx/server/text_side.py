@@ -15,12 +15,16 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from longctx.errors import ModelError
-from longctx.models.load import load_tokenizer
-from longctx.models.tokenizer import encode_prompt, encode_rendered, render_chat
+from longctx.models.tokenizer import encode_prompt, encode_rendered, load_tokenizer, render_chat
 from longctx.server.errors import ApiError
+from longctx.server.time_limit import TimeLimit, time_limit
 
-CHARS_PER_TOKEN = 16
-"""Of a text longer than this many characters per position, the beginning alone is counted first."""
+USUAL_CHARS_PER_TOKEN = 6
+"""A text longer than this per position is counted piece by piece before it is tokenized in one."""
+
+PIECE_CHARS = 2**18
+SEAM_TOKENS = 8
+"""How many tokens more a text may have where it is cut than in one; seen are one or two."""
 
 MAX_TEMPLATE_CHARS = 2**20
 TEMPLATE_ROOM_CHARS = 2**20
@@ -41,32 +45,36 @@ class TemplateTraits:
 class TextSide:
     """A model's tokenizer and chat template. `longest` is the most tokens that a prompt may have.
 
-    Templates run in the sandbox of transformers, jinja's immutable one. What cannot be is an `ApiError`: a text that is
-    far too long is refused after counting its beginning, so that a refusal costs time by the model's length and not
-    by the text's.
+    Templates run in the sandbox of transformers, jinja's immutable one, for `template_s` at most. What cannot be is an
+    `ApiError`: a text that is far too long is refused after counting its beginning, so that a refusal costs time and
+    memory by the model's length and not by the text's. For one thread at a time, `tokenizer.decode` aside.
     """
 
-    def __init__(self, tokenizer: Any, longest: int, chat_template: str | None = None):
+    def __init__(self, tokenizer: Any, longest: int, chat_template: str | None = None, template_s: float = 5.0):
         self.tokenizer = tokenizer
         self.longest = longest
+        self.template_s = template_s
+        if tokenizer is not None:
+            tokenizer("a")  # the first call turns off truncation and padding that a tokenizer's file may ask for
         if chat_template is not None and tokenizer is not None:
             tokenizer.chat_template = read_template(chat_template)
         self.traits = _traits(tokenizer.chat_template if tokenizer is not None else None)
 
     @classmethod
-    def load(cls, folder: Path, longest: int, chat_template: str | None = None) -> TextSide:
+    def load(cls, folder: Path, longest: int, chat_template: str | None = None, template_s: float = 5.0) -> TextSide:
         """From a model's folder. Raises ModelError for a tokenizer or template that cannot be read."""
-        return cls(load_tokenizer(folder), longest, chat_template)
+        return cls(load_tokenizer(folder), longest, chat_template, template_s)
 
     @property
     def has_template(self) -> bool:
         return self.tokenizer is not None and bool(self.tokenizer.chat_template)
 
-    def encode(self, text: str, param: str = "prompt") -> np.ndarray:
+    def encode(self, text: str, param: str = "prompt", add_special_tokens: bool = True) -> np.ndarray:
         """A plain prompt's ids [n] int32, BOS by the tokenizer's own rule."""
         tokenizer = self._need_tokenizer()
         self._check_length(text, param)
-        return np.array(encode_prompt(tokenizer, text), dtype=np.int32)
+        ids = encode_prompt(tokenizer, text) if add_special_tokens else encode_rendered(tokenizer, text)
+        return np.array(ids, dtype=np.int32)
 
     def encode_chat(
         self,
@@ -88,7 +96,11 @@ class TextSide:
             )
         room = 2 * sum(_size(message) for message in messages) + _size(options) + TEMPLATE_ROOM_CHARS
         try:
-            text = render_chat(tokenizer, messages, add_generation_prompt, **options)
+            with time_limit(self.template_s):
+                text = render_chat(tokenizer, messages, add_generation_prompt, **options)
+        except TimeLimit:
+            message = f"the chat template took more than {self.template_s:g} s for these messages"
+            raise ApiError(400, message, code="invalid_messages", param=param) from None
         except ModelError as error:
             raise ApiError(400, clip(str(error), 500), code="invalid_messages", param=param) from error
         if len(text) > room:
@@ -101,27 +113,35 @@ class TextSide:
         tokenizer = self._need_tokenizer()
         return str(tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
+    def spellings(self, ids: np.ndarray) -> list[str]:
+        """Each id's entry in the vocabulary."""
+        return [token or "" for token in self._need_tokenizer().convert_ids_to_tokens(ids.tolist())]
+
     def _need_tokenizer(self) -> Any:
         if self.tokenizer is None:
             raise ApiError(400, "this model has no tokenizer: send the prompt as token ids to /v1/completions")
         return self.tokenizer
 
     def _check_length(self, text: str, param: str) -> None:
-        head = CHARS_PER_TOKEN * self.longest
-        if len(text) <= head:
+        if len(text) <= USUAL_CHARS_PER_TOKEN * self.longest:
             return
-        counted = len(self.tokenizer(text[:head], add_special_tokens=False, verbose=False)["input_ids"])
-        # Cutting a text changes a few tokens beside the cut, never a hundred.
-        if counted > self.longest + 100:
-            raise too_long(counted, self.longest, param, f" in its first {head:,} of {len(text):,} characters alone")
+        counted = 0
+        for start in range(0, len(text), PIECE_CHARS):
+            piece = text[start : start + PIECE_CHARS]
+            counted += len(self.tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]) - SEAM_TOKENS
+            if counted > self.longest:
+                end = start + len(piece)
+                where = "" if end == len(text) else f" in its first {end:,} of {len(text):,} characters"
+                raise too_long(counted, self.longest, param, "at least ", where)
 
 
-def too_long(num_tokens: int, longest: int, param: str, where: str = "") -> ApiError:
+def too_long(num_tokens: int, longest: int, param: str, at_least: str = "", where: str = "") -> ApiError:
     """The refusal of a prompt that is longer than any request, before it is sent to the engine."""
     return ApiError(
         400,
-        f"the prompt has {num_tokens:,} tokens{where} and the longest request that this server takes {longest:,}: "
-        f"shorten the prompt by at least {num_tokens + 1 - longest:,} tokens, which leaves 1 for the answer",
+        f"the prompt has {at_least}{num_tokens:,} tokens{where} and the longest request that this server takes "
+        f"{longest:,}: shorten the prompt by {at_least}{num_tokens + 1 - longest:,} tokens, which leaves 1 for the "
+        "answer",
         code="context_length_exceeded",
         param=param,
     )
