@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
 
 from longctx import __version__
@@ -96,9 +96,11 @@ def _add_requests(routes: APIRouter, service: Service) -> None:
         return record
 
     @routes.get("/v1/requests", summary="What runs, and what ran last")
-    async def requests(request: Request) -> dict[str, Any]:
+    async def requests(request: Request, limit: Annotated[int, Query(ge=0)] = 256) -> dict[str, Any]:
+        """Everything that runs, and the latest `limit` of what ended."""
         records = service.registry.list(tenant_of(request))
-        return {"object": "list", "data": [record.to_json() for record in records]}
+        num_live = sum(not record.finished for record in records)
+        return {"object": "list", "data": [record.to_json() for record in records[: num_live + limit]]}
 
     @routes.get("/v1/requests/{id}", summary="How far a request is")
     async def one_request(request: Request, id: str) -> dict[str, Any]:
