@@ -46,7 +46,7 @@ async function* askStream(path, body, signal) {
   let rest = "";
   for (;;) {
     const { value, done } = await reader.read();
-    if (done) return;
+    if (done) throw new Error("the stream ended early");
     const lines = (rest + value).split("\n");
     rest = lines.pop();
     for (const line of lines) {

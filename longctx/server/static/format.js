@@ -31,7 +31,7 @@ function formatAbout(seconds) {
 }
 
 function formatRate(perSecond) {
-  return perSecond >= 99.5 ? formatCount(perSecond) : perSecond.toFixed(1);
+  return perSecond >= 99.5 || perSecond === 0 ? formatCount(perSecond) : perSecond.toFixed(1);
 }
 
 function formatPercent(part, whole) {
@@ -51,4 +51,15 @@ function pad(number) {
 
 function shortId(id) {
   return id.slice(0, 8);
+}
+
+function formatClock(unixSeconds) {
+  const time = new Date(1e3 * unixSeconds);
+  return [time.getHours(), time.getMinutes(), time.getSeconds()].map(pad).join(":");
+}
+
+// "14,848 from g1, 512 from g2" of a usage's by_tier.
+function formatTiers(byTier) {
+  const found = Object.entries(byTier ?? {}).filter(([, count]) => count > 0);
+  return found.map(([tier, count]) => `${formatCount(count)} from ${tier}`).join(", ");
 }

@@ -8,9 +8,7 @@ let seenEnds = null;
 function showLast(records) {
   byId("last-table").hidden = !records.length;
   byId("last-empty").hidden = records.length > 0;
-  reconcile(byId("last-rows"), records, (record) => record.id, makeLast, (element, record) => {
-    setText(part(element, "ago"), `${formatAbout(record.time_ms / 1e3)} in all`);
-  });
+  reconcile(byId("last-rows"), records, (record) => record.id, makeLast, () => {});
   if (seenEnds) {
     const ended = records.filter((record) => !seenEnds.has(record.id));
     if (ended.length) announce(ended.map(sayEnd).join(". "));
@@ -29,7 +27,7 @@ function endOf(record) {
 }
 
 function cell(label, text, className = "number") {
-  const element = make("td", className, text);
+  const element = make("td", text === "–" ? `${className} none` : className, text);
   element.dataset.label = label;
   return element;
 }
@@ -38,7 +36,8 @@ function cell(label, text, className = "number") {
 function makeLast(record) {
   const row = make("tr");
   const request = make("td", "cell-request", PATH_WORDS[record.endpoint] ?? record.endpoint);
-  request.append(" ", make("code", "muted", shortId(record.id)), named(make("span", "sub"), "ago"));
+  const sub = `${formatClock(record.created)}, ${formatSeconds(record.time_ms / 1e3)} in all`;
+  request.append(" ", make("code", "muted", shortId(record.id)), make("span", "sub", sub));
   const { usage, timings } = record;
   const answered = usage && usage.completion_tokens > 0;
   const rate = (value) => (value ? `${formatRate(value)} /s` : "–");
@@ -46,7 +45,6 @@ function makeLast(record) {
   const pill = make("span", "pill");
   setPill(pill, ...endOf(record));
   end.append(pill);
-  if (record.error) end.append(make("span", "sub", record.error));
   row.append(
     request,
     promptCell(record),
@@ -64,19 +62,15 @@ function promptCell(record) {
   const element = make("td", "prompt-cell");
   const prompt = record.usage?.prompt_tokens ?? record.total;
   const cached = record.usage?.prompt_tokens_details.cached_tokens ?? record.cache;
-  const done = Math.max(record.processed, cached);
-  if (!prompt) {
-    element.append(make("span", "muted", "not read"));
-    return element;
+  if (prompt) {
+    const where = formatTiers(record.usage?.prompt_tokens_details.by_tier) || `${formatCount(cached)} from cache`;
+    const bar = make("div", "bar small");
+    setBar(bar, [["cached", cached], ["computed", Math.max(record.processed, cached) - cached]], prompt);
+    element.append(`${formatCount(cached)} of ${formatCount(prompt)} cached`, bar);
+    element.append(make("span", "sub", cached ? `${formatPercent(cached, prompt)}: ${where}` : "nothing from cache"));
+  } else {
+    element.append(make("span", "muted", "never read"));
   }
-  const tiers = Object.entries(record.usage?.prompt_tokens_details.by_tier ?? {}).filter(([, count]) => count > 0);
-  const where = tiers.map(([tier, count]) => `${tier} ${formatCount(count)}`).join(", ");
-  const bar = make("div", "bar small");
-  setBar(bar, [["cached", cached], ["computed", done - cached]], prompt);
-  element.append(
-    `${formatCount(cached)} of ${formatCount(prompt)} cached`,
-    bar,
-    make("span", "sub", cached ? `${formatPercent(cached, prompt)} from ${where || "cache"}` : "nothing from cache"),
-  );
+  if (record.error) element.append(make("span", "sub", record.error));
   return element;
 }

@@ -5,7 +5,6 @@ const HIDDEN_MS = 10000;
 const RETRY_MS = 1500;
 const SHOWN_LAST = 20;
 
-
 let modelKnown = false;
 
 async function follow() {

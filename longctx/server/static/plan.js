@@ -29,8 +29,8 @@ function drawPlan(plan) {
   setPill(byId("plan-verdict"), word, kind);
   const times = plan.concurrency > 1 ? `${formatCount(plan.concurrency)} × ` : "";
   setText(byId("plan-summary"), `${times}${formatCount(plan.tokens)} tokens, answer included`);
-  const over = plan.needed_bytes > plan.pool_bytes;
-  setBar(byId("plan-bar"), [[over ? "over" : "computed", plan.needed_bytes]], plan.pool_bytes);
+  const inside = Math.min(plan.needed_bytes, plan.pool_bytes);
+  setBar(byId("plan-bar"), [["computed", inside], ["over", plan.needed_bytes - inside]], Math.max(plan.needed_bytes, plan.pool_bytes));
   const share = `needs ${formatBytes(plan.needed_bytes)} of a pool of ${formatBytes(plan.pool_bytes)}`;
   byId("plan-bar").setAttribute("aria-label", share);
   const seconds = plan.seconds && [plan.seconds.low, plan.seconds.high].map(formatSeconds);

@@ -10,16 +10,24 @@ function showRequests(records, now) {
   const live = records.filter((record) => record.stage !== "finished").reverse();
   const queued = live.filter((record) => record.stage === "queued").sort((a, b) => (a.queue_position ?? 1e9) - (b.queue_position ?? 1e9));
   const running = live.filter((record) => record.stage !== "queued");
+  const focused = document.activeElement.closest("#running [data-key]")?.dataset.key;
   reconcile(byId("runs"), running, (record) => record.id, makeRun, (element, record) => updateRun(element, record, now));
   byId("runs-empty").hidden = running.length > 0 || !byId("loading").hidden;
   setText(byId("running-count"), running.length ? formatCount(running.length) : "");
   byId("queue-box").hidden = !queued.length;
   setText(byId("queue-count"), queued.length ? formatCount(queued.length) : "");
   reconcile(byId("queue"), queued, (record) => record.id, makeQueued, updateQueued);
+  if (focused && document.activeElement === document.body) keepFocus(focused);
   for (const id of paces.keys()) if (!live.some((record) => record.id === id)) paces.delete(id);
   showLast(records.filter((record) => record.stage === "finished").slice(0, SHOWN_LAST));
   const first = running.find((record) => record.stage === "prefill");
   document.title = first ? `${formatProgress(first.processed, first.total)} · longctx` : "longctx";
+}
+
+// The row that had the focus went from the queue to what runs, or ended.
+function keepFocus(key) {
+  const rows = [...document.querySelectorAll("#running [data-key]")];
+  (rows.find((row) => row.dataset.key === key)?.querySelector("button") ?? byId("running")).focus();
 }
 
 function cancelButton(record) {

@@ -106,7 +106,7 @@ class Try {
 
   end(word) {
     clearInterval(this.timer);
-    this.state.stage = word;
+    Object.assign(this.state, { stage: word, over: true });
     if (this.usage) this.state.generated = this.usage.completion_tokens;
     this.show();
     this.running(false);
@@ -115,7 +115,8 @@ class Try {
 
   fail(error) {
     this.end("failed");
-    showError("try-error", error.message);
+    const known = error instanceof ServerError;
+    showError("try-error", known ? error.message : "The connection was lost before the answer was done.");
     if (error.code === "no_chat_template") chooseKind();
   }
 
@@ -123,11 +124,9 @@ class Try {
     if (!this.usage) return word === "cancelled" ? "Cancelled: the server stopped working on it." : "";
     const { prompt_tokens: prompt, completion_tokens: answer, prompt_tokens_details: details } = this.usage;
     const cached = details?.cached_tokens ?? 0;
-    const tiers = Object.entries(details?.by_tier ?? {}).filter(([, count]) => count > 0);
-    const where = tiers.map(([tier, count]) => `${tier} ${formatCount(count)}`).join(", ");
     const { ttft_ms: ttft, prefill_tokens_per_s: reading, decode_tokens_per_s: writing } = this.timings ?? {};
     return [
-      `${formatCount(cached)} of ${formatCount(prompt)} prompt tokens from cache${where ? ` (${where})` : ""}`,
+      `${formatCount(cached)} of ${formatCount(prompt)} prompt tokens from cache${cached ? ` (${formatTiers(details.by_tier)})` : ""}`,
       ttft ? `first token after ${formatSeconds(ttft / 1e3)}` : "",
       reading ? `reading ${formatRate(reading)} tokens/s` : "",
       `${formatCount(answer)} written${writing ? ` at ${formatRate(writing)} tokens/s` : ""}`,

@@ -88,13 +88,16 @@ function makeProgress(tag) {
   return element;
 }
 
-// `state`: stage, total, cache, processed, generated, seconds, etaSeconds, position, readRate, writeRate.
+// `state`: stage, total, cache, processed, generated, seconds, etaSeconds, position, readRate, writeRate, over.
 function showProgress(element, label, state) {
   const { total, cache, processed } = state;
   const reading = state.stage === "prefill" || state.stage === "queued";
   const percent = total ? Math.floor((100 * processed) / total) : 0;
   const stage = STAGE_WORDS[state.stage] ?? state.stage;
-  setText(part(element, "figure"), state.stage === "tokenizing" ? "…" : formatProgress(processed, total));
+  const writing = state.stage === "decode";
+  const figure = state.stage === "tokenizing" ? "…" : writing ? formatCount(state.generated) : formatProgress(processed, total);
+  setText(part(element, "figure"), figure);
+  setAttribute(part(element, "figure"), "data-unit", writing ? "tokens" : "");
   setText(part(element, "stage"), state.position ? `${stage}, number ${state.position}` : stage);
   setText(part(element, "left"), reading && state.etaSeconds != null ? `${formatAbout(state.etaSeconds)} left` : "");
   const bar = part(element, "bar");
@@ -104,12 +107,12 @@ function showProgress(element, label, state) {
   setAttribute(bar, "aria-valuenow", percent);
   setAttribute(bar, "aria-valuetext", `${percent} %, ${stage}`);
   setFacts(part(element, "facts"), [
-    total ? `${formatCount(processed)} of ${formatCount(total)} tokens` : "",
+    !total ? "" : processed < total ? `${formatCount(processed)} of ${formatCount(total)} tokens` : `${formatCount(total)} tokens read`,
     cache ? `${formatCount(cache)} from cache` : "",
     reading && state.readRate ? `${formatRate(state.readRate)} tokens/s` : "",
-    state.generated ? `${formatCount(state.generated)} written` : "",
+    state.generated && !writing ? `${formatCount(state.generated)} written` : "",
     state.generated && state.writeRate ? `${formatRate(state.writeRate)} tokens/s` : "",
-    `${formatAbout(Math.floor(state.seconds))} so far`,
+    state.over ? `${formatSeconds(state.seconds)} in all` : `${formatAbout(Math.floor(state.seconds))} so far`,
   ]);
 }
 
