@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
@@ -15,7 +15,7 @@ from longctx.server.reply_completions import CompletionsRenderer
 from longctx.server.reply_parts import Renderer, check_end
 from longctx.server.reply_responses import ResponsesRenderer
 from longctx.server.ticket import Restarted
-from longctx.server.work import Prepared
+from longctx.server.work import Prepared, ReplyOptions
 
 RENDERERS: dict[str, type[Renderer]] = {
     "completions": CompletionsRenderer,
@@ -56,7 +56,7 @@ class Reply:
         )
         self._delivered: set[int] = set()
 
-    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
+    async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
         """What a stream sends, in order; raises `ApiError` when the request fails, whose chunks `failure` has.
 
         Progress comes first if it was asked for. No chunk is sent for a token that completes no text.
@@ -125,7 +125,13 @@ class Reply:
         return ProgressEvent(self._running.id, "queued", total, 0, 0, 0.0, None)
 
 
-def chunks(running: Source) -> AsyncIterator[dict[str, Any]]:
+def tokenizing(endpoint: str, model: str, id: str, created: int) -> dict[str, Any]:
+    """The first chunk of a stream whose prompt is still being read; not for responses, which first must be created."""
+    renderer = RENDERERS[endpoint](Prepared(endpoint, (), ReplyOptions(model)), id, created, (), None)
+    return renderer.progress(0, ProgressEvent(id, "tokenizing", 0, 0, 0, 0.0, None))
+
+
+def chunks(running: Source) -> AsyncGenerator[dict[str, Any], None]:
     """`Reply.chunks`, for who needs nothing else."""
     return Reply(running).chunks()
 

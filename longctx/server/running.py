@@ -14,6 +14,8 @@ from longctx.server.registry import Record, Registry
 from longctx.server.ticket import Restarted, Ticket
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from longctx.server.client import EngineClient
     from longctx.server.metrics import Metrics
     from longctx.server.work import Prepared
@@ -40,6 +42,7 @@ class Running:
         client: EngineClient,
         registry: Registry,
         metrics: Metrics,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         deadline_s: float | None = None,
         on_end: Callable[[Running], None] | None = None,
     ):
@@ -47,6 +50,7 @@ class Running:
         self.created = record.created
         self.prepared = prepared
         self.record = record
+        self.tokenizer = tokenizer
         self.seeds = [ticket.seed for ticket in tickets]
         self.finished = False
         self._tickets = tickets
@@ -120,7 +124,7 @@ class Running:
     def _put(self, choice: int, event: Event | Restarted) -> None:
         if isinstance(event, Restarted):
             # What nobody has read yet will come again; what was read was either delivered or is forgotten.
-            kept = [item for item in self._events if not (isinstance(item, tuple) and item[0] == choice)]
+            kept = list(self._events)
             self._events = deque(kept)
         elif isinstance(event, ProgressEvent) and self._events:
             last = self._events[-1]

@@ -76,9 +76,10 @@ class Service:
     async def start(self) -> None:
         """Start the engine and what prepares for it; `settled` and `failure` tell how it went."""
         try:
+            # Jobs first: what earlier ones answered can be read while the model loads, a bad folder is told at once.
+            await self.jobs.start()
             await self.client.start()
             await self.preparer.start(self.need_info())
-            await self.jobs.start()
             self.start_seconds = time.monotonic() - self.started_s
         except Exception as error:
             self.failure = error
@@ -139,6 +140,7 @@ class Service:
             client=self.client,
             registry=self.registry,
             metrics=self.metrics,
+            tokenizer=self.preparer.tokenizer,
             deadline_s=deadline_s,
             on_end=self._forget,
         )
