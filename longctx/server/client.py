@@ -274,6 +274,7 @@ class EngineClient:
             self._enter("failed")
             return
         self.restarts += 1
+        self.stats = None
         self._enter("restarting")
         again = [ticket for ticket in list(self._tickets.values()) if self._survives(ticket, reason)]
         log.error("the engine died (%s); starting it again with %d requests that run again", reason, len(again))
