@@ -124,7 +124,7 @@ class Running:
     def _put(self, choice: int, event: Event | Restarted) -> None:
         if isinstance(event, Restarted):
             # What nobody has read yet will come again; what was read was either delivered or is forgotten.
-            kept = list(self._events)
+            kept = [item for item in self._events if not (isinstance(item, tuple) and item[0] == choice)]
             self._events = deque(kept)
         elif isinstance(event, ProgressEvent) and self._events:
             last = self._events[-1]
