@@ -8,16 +8,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
-from longctx.server import schema
-
-REQUESTS: dict[str, type[schema.Body]] = {
-    "completions": schema.CompletionRequest,
-    "chat": schema.ChatRequest,
-    "responses": schema.ResponsesRequest,
-    "tokenize": schema.TokenizeRequest,
-    "detokenize": schema.DetokenizeRequest,
-    "plan": schema.PlanRequest,
-}
+from longctx.server.schema import REQUESTS
 
 _REF = "#/components/schemas/{model}"
 _ERROR = {
