@@ -68,7 +68,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Chunk:
-    """One object of a job's stream as JSON; `choice` is the choice it belongs to, or -1 for none."""
+    """One event of a job's stream as it is sent; `choice` is the choice it belongs to, or -1 for none."""
 
     choice: int
     data: bytes
@@ -185,9 +185,11 @@ class JobStore:
             return self._one("WHERE id = ?", id) if changed.rowcount else None
 
     def append(self, job: Job, first: int, chunks: Sequence[Chunk]) -> None:
-        """Keep the chunks from number `first` on of a running job's present run."""
+        """Keep the chunks from number `first` on of a running job's present run; nothing if it has ended meanwhile."""
+        rows = [(job.seq, first + i, chunk.choice, chunk.data) for i, chunk in enumerate(chunks)]
         with self._write(durable=False):
-            self._append(job, first, chunks)
+            if self._one("WHERE seq = ? AND state = ? AND attempts = ?", job.seq, RUNNING, job.attempts) is not None:
+                self._db.executemany("INSERT INTO chunks VALUES (?, ?, ?, ?)", rows)
 
     def finish(
         self,
@@ -244,10 +246,6 @@ class JobStore:
         return gone.rowcount
 
     # -- inside --------------------------------------------------------------------------------------------------
-
-    def _append(self, job: Job, first: int, chunks: Sequence[Chunk]) -> None:
-        rows = [(job.seq, first + i, chunk.choice, chunk.data) for i, chunk in enumerate(chunks)]
-        self._db.executemany("INSERT INTO chunks VALUES (?, ?, ?, ?)", rows)
 
     def _shrink(self) -> None:
         """Give pages back to the disk, the log's too; it may fail, nothing depends on it."""

@@ -103,7 +103,7 @@ class HttpServer(uvicorn.Server):
         log_event(log, "stopping: no new requests", signal=name, running=service.registry.num_live, drain_s=drain_s)
         service.drain(drain_s)
         try:
-            await service.jobs.stop()
+            await service.jobs.suspend()
             async with asyncio.timeout(drain_s):
                 await service.wait_idle()
         except TimeoutError:

@@ -30,13 +30,14 @@ class ServerSettings:
     max_tracked: int = 256
     jobs_dir: Path | None = None
     max_jobs: int = 1000
+    max_running_jobs: int = 2
     job_ttl_s: float = 7 * 86400.0
     log_prompts: bool = False
     log_format: str = "text"
 
     def __post_init__(self) -> None:
         positive = ("max_body_bytes", "max_header_bytes", "head_timeout_s", "body_timeout_s", "keep_alive_s", "ping_s")
-        for name in (*positive, "max_choices", "max_tracked", "max_jobs", "job_ttl_s"):
+        for name in (*positive, "max_choices", "max_tracked", "max_jobs", "max_running_jobs", "job_ttl_s"):
             if not getattr(self, name) > 0:
                 raise LongctxError(f"{name} must be positive, got {getattr(self, name)}")
         if self.request_timeout_s is not None and not self.request_timeout_s > 0:

@@ -1,4 +1,4 @@
-"""What is done with a body's text, by name: prepare, tokenize, detokenize, plan, take a job's order; here or in another process."""
+"""What is done with the text of bodies, by name: prepare, tokenize, plan, ...; here or in another process."""
 
 from __future__ import annotations
 
