@@ -209,6 +209,6 @@ def _slices(whole: dict[str, Any]) -> Iterator[bytes]:
 
 
 def warning_header(warnings: tuple[str, ...]) -> str:
-    """Warnings as a header's value: ASCII, and not so long that a client refuses it."""
-    text = "; ".join(warnings)
-    return text.encode("ascii", "replace").decode()[:1000]
+    """Warnings as a header's value: printable ASCII, and not so long that a client refuses it."""
+    text = "; ".join(warnings)[:1000]
+    return "".join(char if " " <= char <= "~" else "?" for char in text)
