@@ -179,6 +179,16 @@ def test_a_deadline_cancels_and_raises() -> None:
     run(main)
 
 
+def test_a_deadline_needs_no_reader() -> None:
+    async def main() -> None:
+        service, client, _ = make_service(preparer=FakePreparer(options={"timeout_s": 0.02}))
+        await begin(service)
+        await asyncio.sleep(0.2)
+        assert client.cancelled == ["r1-0"]
+
+    run(main)
+
+
 def test_the_servers_own_limit_holds_for_requests_and_not_for_jobs() -> None:
     async def main() -> None:
         service, client, _ = make_service(request_timeout_s=0.05)

@@ -20,6 +20,7 @@ def test_salts_are_the_same_exactly_for_the_same_tenant_and_salt(a: str, b: str,
 def test_framing_is_unambiguous() -> None:
     """The textbook collision: a key glued to a salt reads as another key with another salt."""
     pairs = [("org_1", "2345"), ("org_12345", ""), ("org_12345", None), (None, "org_12345"), ("", "org_12345")]
+    pairs += [("a+", "b"), ("a", "+b"), ("a-", ""), ("a", "-"), ("a", "+1:b"), ("a+1:b", None)]
     salts = [salt_for(*pair) for pair in pairs]
     assert len(set(salts)) == len(pairs)
     assert salt_for(None, None) is None
