@@ -7,7 +7,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses 2
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup models demo serve test test-fast gpu-check bench lint format clean
+.PHONY: help setup models demo serve browser test test-fast gpu-check bench lint format clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -33,6 +33,9 @@ demo: setup  ## read an 8K-token document on a real model and answer two questio
 SERVE_ARGS ?= smollm2-135m
 serve: setup  ## an OpenAI-compatible server with a page, on http://127.0.0.1:8000
 	@HF_HUB_OFFLINE=1 $(BIN)/longctx serve $(SERVE_ARGS)
+
+browser:  ## Debian's Chromium for the tests of the page, if root may install it
+	@tools/browser.sh
 
 test: setup lint  ## lint, then every test that needs no GPU, real models included
 	HF_HUB_OFFLINE=1 $(PYTEST) -m "not gpu" $(PYTEST_ARGS)

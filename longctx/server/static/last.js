@@ -55,6 +55,9 @@ function makeLast(record) {
     cell("Answer", usage ? formatCount(usage.completion_tokens) : "–"),
     end,
   );
+  // Laid out as a card it would be a table no more to a screen reader.
+  row.setAttribute("role", "row");
+  for (const each of row.children) each.setAttribute("role", "cell");
   return row;
 }
 
