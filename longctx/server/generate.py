@@ -93,14 +93,16 @@ async def _answer(
         raise ClientDisconnect
     if not is_begun:
         first = _tokenizing(service, endpoint, state) if _PROGRESS.search(edges) else None
-        return EventStream(_late_frames(endpoint, beginning, first), departure, ping_s=ping_s)
+        return EventStream(_late_frames(service, endpoint, beginning, first), departure, ping_s=ping_s)
     running = beginning.result()
     options, reply = running.prepared.options, Reply(running)
     headers = {"x-longctx-warnings": warning_header(options.warnings)} if options.warnings else {}
     if options.stream:
-        return EventStream(frames_of(reply, endpoint), departure, ping_s=ping_s, headers=headers)
+        return EventStream(frames_of(service, reply, endpoint), departure, ping_s=ping_s, headers=headers)
     try:
         whole = await departure.race(reply.collect())
+    except ApiError as error:
+        raise _why(service, error) from None
     finally:
         departure.close()
         if not running.finished:
@@ -115,17 +117,24 @@ async def _abandon(beginning: asyncio.Future[Running]) -> None:
         beginning.result().cancel()
 
 
+def _why(service: Service, error: ApiError) -> ApiError:
+    """A request that a stopping server cancelled may be sent again, which its client should know."""
+    if error.code == "cancelled" and service.draining:
+        return ApiError.from_code("draining", "the server is shutting down and ended this request: send it again")
+    return error
+
+
 # -- streams ---------------------------------------------------------------------------------------------------------
 
 
-async def frames_of(reply: Reply, endpoint: str) -> AsyncGenerator[bytes, None]:
+async def frames_of(service: Service, reply: Reply, endpoint: str) -> AsyncGenerator[bytes, None]:
     """A whole stream, its failure included. Closing it early cancels the request."""
     try:
         async with aclosing(reply.chunks()) as chunks:
             async for chunk in chunks:
                 yield frame(chunk)
     except ApiError as error:
-        for chunk in reply.failure(error):
+        for chunk in reply.failure(_why(service, error)):
             yield frame(chunk)
     except Exception:
         log.exception("a stream failed")
@@ -136,7 +145,7 @@ async def frames_of(reply: Reply, endpoint: str) -> AsyncGenerator[bytes, None]:
 
 
 async def _late_frames(
-    endpoint: str, beginning: asyncio.Future[Running], told: dict[str, Any] | None
+    service: Service, endpoint: str, beginning: asyncio.Future[Running], told: dict[str, Any] | None
 ) -> AsyncGenerator[bytes, None]:
     """A stream whose head has left before its body was read: what is wrong with the body is an event."""
     try:
@@ -153,7 +162,7 @@ async def _late_frames(
         raise
     reply = Reply(running)
     if running.prepared.options.stream:
-        async with aclosing(frames_of(reply, endpoint)) as frames:
+        async with aclosing(frames_of(service, reply, endpoint)) as frames:
             async for data in frames:
                 yield data
         return

@@ -267,6 +267,10 @@ def _reseeded(params: SamplingParams, k: int) -> SamplingParams:
 def _reply(
     request: Generation, limits: Limits, info: ModelInfo, warnings: Sequence[str], *, params: SamplingParams, **own: Any
 ) -> ReplyOptions:
+    if request.stream and params.prompt_logprobs is not None:
+        raise bad(
+            "the logprobs of a prompt come with a whole answer: leave out stream, or do not ask for them", "stream"
+        )
     stream_options = request.stream_options
     return ReplyOptions(
         model=served_name(limits, info),

@@ -250,6 +250,22 @@ def test_a_request_that_someone_cancels(stream: bool) -> None:
     run(test, options={"stream": stream})
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_a_stopping_server_ends_may_be_sent_again(stream: bool) -> None:
+    async def test(service: Service, client: FakeClient, preparer: FakePreparer) -> None:
+        call = Call(service, "/v1/completions")
+        await until(lambda: client.tickets)
+        service.drain(0.0)
+        client.tickets["r1-0"].put(finish("r1-0", "cancelled"))
+        await call.task
+        if stream:
+            assert call.events[-1]["error"]["code"] == "draining"
+        else:
+            assert call.status == 503 and json.loads(call.body)["error"]["code"] == "draining"
+
+    run(test, options={"stream": stream})
+
+
 def test_a_fault_of_ours_ends_a_stream_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(service: Service, client: FakeClient, preparer: FakePreparer) -> None:
         call = Call(service, "/v1/completions")
