@@ -204,7 +204,8 @@ class Engine:
         except Exception as error:
             log.exception("a step failed")
             raise EngineError(f"the step failed: {type(error).__name__}: {error}") from error
-        if step.rows:
+        # A scored token costs the head as well: its time says nothing of prompts that are only read.
+        if step.rows and all(row.targets is None for row in step.rows):
             self.rates.observe([(row.start, row.n) for row in step.rows], time.perf_counter() - before_s)
         return results
 

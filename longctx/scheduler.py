@@ -14,12 +14,10 @@ from longctx.counters import Counters
 from longctx.errors import QueueFullError
 from longctx.events import Event
 from longctx.kv.cache import KVCache, Match
+from longctx.kv.memory import max_scored
 from longctx.rates import Rates
 from longctx.request import Request, Status
 from longctx.step import CopyRows, RowResult, StepRow, StepSpec
-
-SCORE_LOGIT_BYTES = 40 * 2**20
-"""Logits that a step scores stay under this together, whatever the vocabulary."""
 
 LEAST_CHUNK = 16
 """Prompt tokens in every step, even where reading the weights alone takes longer than the step's time: with one token
@@ -47,7 +45,7 @@ class Scheduler:
         self._config = config
         self._cache = cache
         self._rates = rates
-        self._score_chunk = max(1, SCORE_LOGIT_BYTES // (4 * vocab_size))
+        self._score_chunk = max_scored(vocab_size)
         self._block_tokens = block_tokens
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -62,12 +60,14 @@ class Scheduler:
     def requests(self) -> list[Request]:
         return list(self.live.values())
 
-    def check_queue(self, num_coming: int = 0) -> None:
-        """`QueueFullError` when there is no place for one more request beside `num_coming` that are on their way.
+    @property
+    def num_queued(self) -> int:
+        """Requests that have not run yet; those that were preempted keep the places they had. For any thread."""
+        return sum(r.preemptions == 0 for r in list(self.waiting))
 
-        Those that were preempted keep the places they had. May be called from any thread.
-        """
-        queued = num_coming + sum(r.preemptions == 0 for r in list(self.waiting))
+    def check_queue(self, num_coming: int = 0) -> None:
+        """`QueueFullError` when there is no place for one more request beside `num_coming` that are on their way."""
+        queued = num_coming + self.num_queued
         if queued >= self._config.max_queue:
             raise QueueFullError(f"the queue holds {queued} requests, its limit; try again later or raise max_queue")
 
@@ -308,7 +308,8 @@ class Scheduler:
         """Where a running prefill stands, `extra_tokens` beyond its last commit."""
         done = request.num_computed + extra_tokens
         left = request.num_prompt_tokens - done
-        eta_s = self._rates.prefill_eta(done, left) if left > 0 else 0.0
+        chunk = self._score_chunk if request.scoring else None
+        eta_s = self._rates.prefill_eta(done, left, chunk) if left > 0 else 0.0
         return request.progress(time.perf_counter(), done, eta_s)
 
     def queue_progress(self) -> list[Event]:

@@ -20,6 +20,9 @@ some 60 MB more where kernels are compiled for the first time."""
 TOKENIZER_BYTES_PER_ENTRY = 1300
 """Resident bytes of a tokenizer per entry of the vocabulary (334 MiB measured for 262,144 entries)."""
 
+SCORE_LOGIT_BYTES = 40 * 2**20
+"""Logits that a step scores stay under this together, whatever the vocabulary."""
+
 
 @dataclass(frozen=True)
 class MemoryWords:
@@ -137,6 +140,11 @@ def mlp_width(spec: ModelSpec) -> int:
     return max(0, spec.active_linear_params - attention) // (3 * spec.hidden_size * spec.num_layers)
 
 
+def max_scored(vocab_size: int) -> int:
+    """Tokens whose logits one step may score."""
+    return max(1, SCORE_LOGIT_BYTES // (4 * vocab_size))
+
+
 def workspace_bytes(spec: ModelSpec, chunk_tokens: int, sampling_rows: int = 1) -> int:
     """Peak of a CPU step's activations: T = `chunk_tokens` flat tokens of which R = `sampling_rows` sample.
 
@@ -144,13 +152,14 @@ def workspace_bytes(spec: ModelSpec, chunk_tokens: int, sampling_rows: int = 1) 
     - attention: q, k, v and the rotated q and k; the running fp32 state, the tile's and the merged one; a tile of
       S = 2,048 gathered keys and values and its [T, S] mask;
     - MLP: gate, up and their product, and the output;
-    - head: R rows of logits and their sorted or exponentiated copy, fp32.
+    - head: R rows of logits, and those of tokens that are scored, each with its sorted or exponentiated copy, fp32.
     """
     size = DTYPE_BYTES[spec.dtype]
     live = 2 * chunk_tokens * spec.hidden_size * size
     attention = max(_attention_bytes(layer, chunk_tokens, size) for layer in spec.layers)
     mlp = chunk_tokens * (3 * mlp_width(spec) + spec.hidden_size) * size
-    head = sampling_rows * (spec.hidden_size * size + 2 * spec.vocab_size * 4)
+    scored = min(chunk_tokens, max_scored(spec.vocab_size))
+    head = (sampling_rows + scored) * (spec.hidden_size * size + 2 * spec.vocab_size * 4)
     return live + max(attention, mlp, head)
 
 

@@ -11,9 +11,9 @@ import torch
 
 from longctx.build import score_alone
 from longctx.events import TokenEvent
+from longctx.kv.memory import max_scored
 from longctx.params import SamplingParams
 from longctx.request import ScoreSheet
-from longctx.scheduler import SCORE_LOGIT_BYTES
 from tests.helpers.engine import generate, make_engine, run_all
 from tests.helpers.tiny import hf_logits, make_tiny, random_ids
 
@@ -61,7 +61,7 @@ def test_scoring_a_long_prompt_takes_bounded_memory() -> None:
 
     sheet = ScoreSheet()
     engine.submit(engine.make_request(ids, SamplingParams(max_tokens=1), score=sheet))
-    rows_per_slice = SCORE_LOGIT_BYTES // (4 * vocab)
+    rows_per_slice = max_scored(vocab)
     most = 0
     with PeakMemory() as memory:
         while engine.has_work:
@@ -70,6 +70,21 @@ def test_scoring_a_long_prompt_takes_bounded_memory() -> None:
             most = max(most, engine.last_step.num_tokens)
     assert most == rows_per_slice and sum(map(len, sheet.logprobs)) == 3000
     assert 0 < memory.growth <= 2 * rows_per_slice * vocab * 4 + (16 << 20)
+
+
+def test_prompt_logprobs_of_a_long_prompt_take_bounded_memory() -> None:
+    """B89 again, for logprobs beside an answer, and for eight requests at once: they share one slice of logits."""
+    vocab = 200_000
+    model = make_tiny("llama", num_hidden_layers=1, hidden_size=16, head_dim=16, vocab_size=vocab)
+    engine = make_engine(model, kv_tokens=8192, max_chunk_tokens=4096)
+    prompts = [random_ids(400, seed=i) for i in range(8)]
+    generate(engine, prompts[0][:50], 2, prompt_logprobs=1, logprobs=1)
+    params = SamplingParams(max_tokens=3, prompt_logprobs=1, logprobs=20, repetition_penalty=1.2, ignore_eos=True)
+    requests = [engine.add(ids, params) for ids in prompts]
+    with PeakMemory() as memory:
+        ends = run_all(engine)
+    assert [len(ends[r.id].prompt_logprobs or ()) for r in requests] == [400] * 8
+    assert 0 < memory.growth <= 2 * max_scored(vocab) * vocab * 4 + (16 << 20)
 
 
 def test_scoring_keeps_no_logits_that_nobody_wants() -> None:

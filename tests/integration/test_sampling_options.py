@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 from longctx.engine import Engine
 from longctx.errors import RequestError
 from longctx.events import Event, FinishEvent, PromptLogprobs, TokenEvent, TokenLogprobs
+from longctx.kv.memory import max_scored
 from longctx.params import SamplingParams
-from longctx.request import Request, ScoreSheet
-from longctx.scheduler import SCORE_LOGIT_BYTES
+from longctx.request import Request, ScoreSheet, Status
 from tests.helpers.engine import LogitTap, make_engine
 from tests.helpers.tiny import VOCAB, hf_logits, make_tiny, random_ids
 
@@ -207,6 +207,31 @@ def test_prompt_logprobs_are_the_scores_and_do_not_depend_on_chunks() -> None:
     assert rows[0] == rows[1] == rows[2]
 
 
+def test_a_prompt_with_logprobs_waits_for_nobodys_blocks() -> None:
+    """It takes nothing from the cache, so another's computation of the same prompt is no reason to wait."""
+    engine = make_engine(model_of(), chunk_tokens=40)
+    ids = random_ids(100, seed=1)
+    first, plain = engine.add(ids, options(2)), engine.add(ids, options(2))
+    scored = engine.add(ids, options(2, prompt_logprobs=0))
+    engine.step()
+    engine.step()
+    assert first.status is scored.status is Status.RUNNING and plain.status is Status.WAITING
+    run_events(engine, [first, plain, scored])
+
+
+def test_prompt_logprobs_go_on_after_a_preemption() -> None:
+    """Preempted in the middle of its prompt, part of what it computed lost: every position once, and the same bits."""
+    ids, params = random_ids(100, seed=2), options(4, prompt_logprobs=2)
+    engine = make_engine(model_of(), chunk_tokens=2, kv_tokens=160)
+    first = engine.add(random_ids(40, seed=1), options(60))
+    request = engine.add(ids, params)
+    end = end_of(run_events(engine, [first, request])[request.id])
+    assert request.preemptions == 1 and request.computed_tokens < 2 * len(ids) - 40
+    alone = make_engine(model_of())
+    other = alone.add(ids, params)
+    assert end.prompt_logprobs == end_of(run_events(alone, [other])[other.id]).prompt_logprobs
+
+
 def test_a_prompt_of_one_token_with_logprobs() -> None:
     engine = make_engine(model_of())
     request = engine.add([5], options(2, prompt_logprobs=1, logprobs=1))
@@ -288,12 +313,29 @@ def test_logits_that_are_no_numbers_end_their_request_alone(more: dict[str, Any]
     assert all(row is not None and np.isfinite(row.logprob) for row in logprobs_of(events[mate.id]))
 
 
+def test_a_row_that_scores_and_samples_fails_by_either() -> None:
+    """The last chunk of a prompt with logprobs: its tokens' logits may be broken while the last row is sound."""
+    for bad in (-1, -2):
+        engine = make_engine(model_of())
+        forward = engine.runner._forward
+
+        def broken(rows: Any, plan: Any, kept: Any, bad: int = bad, forward: Any = forward) -> torch.Tensor:
+            logits = forward(rows, plan, kept)
+            logits[bad, 7] = float("nan")
+            return logits
+
+        engine.runner._forward = broken  # type: ignore[method-assign]
+        request = engine.add(random_ids(10), options(3, prompt_logprobs=0))
+        end = end_of(run_events(engine, [request])[request.id])
+        assert end.reason == "error" and f"position {10 + bad}" in str(end.error)
+
+
 def test_scored_rows_of_a_step_stay_bounded_whoever_asks_for_them() -> None:
     """B89: three prompts that want logprobs beside each other share one bound of logits; nobody starves."""
     vocab = 200_000
     model = make_tiny("llama", num_hidden_layers=1, hidden_size=16, head_dim=16, vocab_size=vocab)
     engine = make_engine(model, kv_tokens=1024, max_chunk_tokens=256)
-    bound = SCORE_LOGIT_BYTES // (4 * vocab)
+    bound = max_scored(vocab)
     requests = [engine.add(random_ids(150 - 20 * i, seed=i), options(2, prompt_logprobs=1)) for i in range(3)]
     ends: dict[str, FinishEvent] = {}
     while engine.has_work:

@@ -3,7 +3,16 @@
 import pytest
 
 from longctx.errors import LongctxError
-from longctx.kv.memory import Fixed, MemoryWords, check_machine, kv_limit, kv_memory_for, mlp_width, workspace_bytes
+from longctx.kv.memory import (
+    SCORE_LOGIT_BYTES,
+    Fixed,
+    MemoryWords,
+    check_machine,
+    kv_limit,
+    kv_memory_for,
+    mlp_width,
+    workspace_bytes,
+)
 from tests.helpers.spec import make_spec
 
 GB = 10**9
@@ -86,8 +95,8 @@ def test_the_mlps_width_comes_out_of_the_counts() -> None:
 def test_the_workspace_is_the_largest_phase_on_top_of_the_residual() -> None:
     spec, chunk = make_spec(intermediate=100_000), 512
     assert workspace_bytes(spec, chunk) == chunk * 4 * (2 * 64 + 3 * 100_000 + 64)
-    spec = make_spec(vocab=10_000_000)
-    assert workspace_bytes(spec, chunk, 3) == chunk * 4 * 2 * 64 + 3 * (64 * 4 + 2 * 10_000_000 * 4)
+    spec = make_spec(vocab=10_000_000)  # of such logits a step scores one row
+    assert workspace_bytes(spec, chunk, 3) == chunk * 4 * 2 * 64 + (3 + 1) * (64 * 4 + 2 * 10_000_000 * 4)
     spec = make_spec(intermediate=1, vocab=2)
     tile = 2048 * 2 * 2 * 16 * 4 + chunk * 2048 * 4
     states = 3 * chunk * 4 * 17 * 4
@@ -96,6 +105,11 @@ def test_the_workspace_is_the_largest_phase_on_top_of_the_residual() -> None:
 
 
 def test_nothing_in_the_workspace_grows_with_tokens_times_vocabulary() -> None:
-    small, large = make_spec(vocab=1000), make_spec(vocab=250_000)
-    growth = [workspace_bytes(s, 2048) - workspace_bytes(s, 1024) for s in (small, large)]
-    assert growth[0] == growth[1]
+    spec = make_spec(vocab=250_000)
+    assert workspace_bytes(spec, 2048) - workspace_bytes(spec, 1024) == 1024 * 2 * 64 * 4
+
+
+def test_scored_logits_are_in_the_workspace_up_to_their_bound() -> None:
+    spec = make_spec(vocab=250_000)
+    assert 2 * SCORE_LOGIT_BYTES <= workspace_bytes(spec, 64) <= 2.2 * SCORE_LOGIT_BYTES
+    assert workspace_bytes(spec, 8) < SCORE_LOGIT_BYTES, "no more than a step has tokens"
