@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import numpy as np
@@ -13,7 +13,7 @@ import longctx.forward
 import longctx.runner
 from longctx.engine import Engine
 from longctx.errors import DoesNotFitError, QueueFullError
-from longctx.events import FinishEvent, ProgressEvent
+from longctx.events import FinishEvent, ProgressEvent, TokenEvent, TokenLogprobs
 from longctx.params import SamplingParams
 from longctx.request import Request, ScoreSheet
 from tests.helpers.engine import make_engine, run_all
@@ -21,6 +21,7 @@ from tests.helpers.tiny import make_tiny, random_ids
 
 KINDS = ("llama", "gemma3_text", "mistral", "phi3_longrope", "llama_dynamic")
 BUSY_STEPS = 50
+PENALTIES = {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.3}
 
 
 @dataclass
@@ -28,6 +29,7 @@ class Life:
     request: Request
     prompt: list[int]
     sheet: ScoreSheet | None
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
 
 
 @cache
@@ -60,11 +62,15 @@ def arrive(rng: random.Random, engine: Engine) -> Life | None:
     prompt = random_ids(rng.choice([1, 15, 16, 17, 33, 64, 100, 128]), seed=rng.randrange(3))
     prompt += random_ids(rng.choice([0, 1, 5, 20]), seed=rng.randrange(3))
     sheet = ScoreSheet(want_logits=True) if rng.random() < 0.15 else None
+    wishes = rng.choice([{}, {}, PENALTIES, {"logit_bias": {7: 1.0}, "min_p": 0.1}])
     params = SamplingParams(
         max_tokens=rng.choice([1, 2, 8, 30, None]),
         temperature=rng.choice([0.0, 1.0]),
         seed=rng.randrange(5),
         ignore_eos=True,
+        logprobs=rng.choice([None, None, 0, 2]),
+        prompt_logprobs=rng.choice([0, 2]) if sheet is None and rng.random() < 0.15 else None,
+        **wishes,
     )
     try:
         salt = rng.choice([None, None, "", "a"])
@@ -118,14 +124,15 @@ def check_answer(kind: str, life: Life, event: FinishEvent) -> None:
     assert request.preemptions or event.computed_tokens + event.usage.cached_tokens == positions
     engine = alone(kind)
     sheet = ScoreSheet(want_logits=True) if life.sheet is not None else None
-    params = SamplingParams(
-        max(1, len(event.token_ids)), request.params.temperature, seed=request.seed, ignore_eos=True
-    )
+    params = replace(request.params, max_tokens=max(1, len(event.token_ids)), seed=request.seed)
     reference = engine.make_request(prompt, params, score=sheet)
     reference.regime = request.regime
     engine.submit(reference)
+    events = []
     while engine.has_work:
-        engine.step()
+        events += engine.step()
+    assert life.logprobs == [e.logprobs for e in events if isinstance(e, TokenEvent)]
+    assert event.prompt_logprobs == events[-1].prompt_logprobs
     if sheet is not None:
         assert np.array_equal(np.concatenate(life.sheet.logits), np.concatenate(sheet.logits))
     else:
@@ -135,7 +142,8 @@ def check_answer(kind: str, life: Life, event: FinishEvent) -> None:
 def again(engine: Engine, document: int) -> tuple[Life, FinishEvent]:
     prompt = random_ids(min(120, engine.partition.longest_request - 2), seed=document)
     request = engine.add(prompt, SamplingParams(max_tokens=2, ignore_eos=True))
-    return Life(request, prompt, None), run_all(engine)[request.id]
+    end = run_all(engine)[request.id]
+    return Life(request, prompt, None, [None] * len(end.token_ids)), end
 
 
 @pytest.mark.slow
@@ -169,6 +177,8 @@ def test_every_answer_is_what_the_prompt_gives_alone(seed: int, trouble: bool) -
             if isinstance(event, ProgressEvent):
                 assert event.processed >= reported.get(event.request_id, 0)
                 reported[event.request_id] = event.processed
+            elif isinstance(event, TokenEvent):
+                lives[event.request_id].logprobs.append(event.logprobs)
             elif isinstance(event, FinishEvent):
                 assert trouble or event.reason != "error", event.error
                 check_answer(kind, lives.pop(event.request_id), event)
