@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 from longctx.engine import Engine
@@ -16,6 +17,9 @@ from longctx.request import Request
 log = logging.getLogger(__name__)
 
 PROGRESS_INTERVAL_MS = 50.0
+QUEUE_INTERVAL_S = 0.5
+"""Places in the queue are told so often at most: with a thousand waiting, that is as many events each time."""
+
 IDLE_CHECK_S = 1.0
 """The cache is checked when nothing has happened for so long: nobody's request waits for the end of it."""
 
@@ -35,14 +39,15 @@ class Subscription:
         self.finished = False
         self._events: queue.SimpleQueue[Event | Exception] = queue.SimpleQueue()
         self._sink: Sink = sink or self._events.put
-        self._last_progress_ms = -PROGRESS_INTERVAL_MS
+        self._last: ProgressEvent | None = None
 
     def put(self, event: Event | Exception) -> None:
         # Layers can follow each other faster than anyone reads: thin out progress, never anything else.
         if isinstance(event, ProgressEvent) and (event.processed < event.total or event.stage == "queued"):
-            if event.time_ms - self._last_progress_ms < PROGRESS_INTERVAL_MS:
+            last, self._last = self._last, event
+            if last is not None and last.stage == event.stage and event.time_ms - last.time_ms < PROGRESS_INTERVAL_MS:
+                self._last = last
                 return
-            self._last_progress_ms = event.time_ms
         self._sink(event)
 
     def __iter__(self) -> Iterator[Event]:
@@ -86,7 +91,8 @@ class EngineLoop:
     ) -> Subscription:
         """Hand a request over; its events go to `sink`, or arrive on the subscription.
 
-        `on_queued` is called when the request is certain to run, before its first event. Raises `QueueFullError` when
+        `on_queued` is called when the request is certain to run, before its first event, which tells its place in the
+        queue and comes at once, whatever the engine is doing. Raises `QueueFullError` when
         the queue is full, unless it is not `bounded`.
         """
         subscription = Subscription(request, sink)
@@ -99,6 +105,8 @@ class EngineLoop:
                 self._engine.scheduler.check_queue(self._num_inbox)
             if on_queued is not None:
                 on_queued()
+            place = self._engine.scheduler.num_queued + self._num_inbox + 1
+            subscription.put(request.progress(time.perf_counter(), 0, None, place))
             self._open[request.id] = subscription
             self._num_inbox += 1
             self._inbox.put(subscription)
@@ -143,8 +151,13 @@ class EngineLoop:
 
     def _main(self) -> None:
         try:
+            next_places_s = 0.0
             while self._take_messages():
-                for event in self._engine.scheduler.queue_progress() + self._engine.step():
+                if (now_s := time.monotonic()) >= next_places_s:
+                    next_places_s = now_s + QUEUE_INTERVAL_S
+                    for event in self._engine.scheduler.queue_progress():
+                        self._deliver(event)
+                for event in self._engine.step():
                     self._deliver(event)
                 self._unchecked = True
             for event in self._engine.scheduler.drop_cancelled():

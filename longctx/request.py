@@ -44,7 +44,7 @@ def token_buffer(values: Iterable[Any]) -> array[int]:
     """
     ids = array("q")
     if isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind in "iu":
-        ids.frombytes(memoryview(np.ascontiguousarray(values, dtype=np.int64)).cast("B"))
+        ids.frombytes(np.ascontiguousarray(values, dtype=np.int64).data.cast("B"))
         return ids
     numbers = as_token_ids(values)
     try:

@@ -18,6 +18,7 @@ from longctx.engine import Engine
 from longctx.errors import LongctxError, RequestError
 from longctx.events import Event
 from longctx.loop import EngineLoop
+from longctx.server import logs
 from longctx.server.messages import (
     Accepted,
     Answer,
@@ -51,6 +52,7 @@ def main(fd: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
     faulthandler.enable()
+    logs.configure_child()
     connection = Connection(fd)
     try:
         [config] = connection.recv()
@@ -159,11 +161,11 @@ class EngineServer:
 
     def _count(self, engine: Engine, loop: EngineLoop) -> None:
         while True:
-            self._outbox.post(engine_stats(engine))
+            self._outbox.post(engine_stats(engine, loop.num_open))
             self._busy.wait()
             self._busy.clear()
             while loop.num_open:
-                self._outbox.post(engine_stats(engine))
+                self._outbox.post(engine_stats(engine, loop.num_open))
                 time.sleep(STATS_INTERVAL_S)
 
 
@@ -216,14 +218,17 @@ def model_info(engine: Engine) -> ModelInfo:
     )
 
 
-def engine_stats(engine: Engine) -> EngineStats:
-    """A snapshot of queue, cache and counters; the engine's thread may be in the middle of a step."""
-    scheduler = engine.scheduler
+def engine_stats(engine: Engine, num_open: int) -> EngineStats:
+    """A snapshot of queue, cache and counters; the engine's thread may be in the middle of a step.
+
+    Of `num_open` requests those that do not run wait, also where the scheduler has not seen them yet.
+    """
+    scheduler, running = engine.scheduler, len(engine.scheduler.running)
     sizes = [group.layout.block_bytes for group in engine.groups]
     stats = engine.cache_stats()
     return EngineStats(
-        running=len(scheduler.running),
-        waiting=len(scheduler.waiting),
+        running=running,
+        waiting=max(0, num_open - running),
         kv={
             "g1": {
                 "held": sum(size * s.held for size, s in zip(sizes, stats, strict=True)),

@@ -242,3 +242,12 @@ def test_a_queued_request_does_not_bury_its_reader_in_events() -> None:
     for step in range(1000):
         subscription.put(ProgressEvent("r", "queued", 1, 0, 1, float(step), None, 1))
     assert subscription._events.qsize() <= 1000 / PROGRESS_INTERVAL_MS + 1
+
+
+def test_a_new_stage_is_told_however_soon_it_comes() -> None:
+    subscription = Subscription(make_engine(make_tiny("llama")).make_request([5], SHORT))
+    stages = ["queued", "prefill", "prefill", "queued", "prefill"]
+    for step, stage in enumerate(stages):
+        subscription.put(ProgressEvent("r", stage, 9, 0, 1, float(step), None))
+    told = [subscription._events.get().stage for _ in range(subscription._events.qsize())]
+    assert told == ["queued", "prefill", "queued", "prefill"]

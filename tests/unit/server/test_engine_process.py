@@ -169,6 +169,19 @@ def test_it_answers_while_a_step_runs(serve) -> None:
     assert served.wait_end("b").reason == "cancelled" and served.wait_end("c").reason == "length"
 
 
+def test_its_place_in_the_queue_is_told_at_once(serve) -> None:
+    engine = make_engine(make_tiny("llama"), max_running=1)
+    gate, served = Gate(engine), serve(engine)
+    served.post(submit("a"))
+    assert gate.entered.wait(PATIENCE_S)
+    served.post(submit("b"), submit("c"))
+    for name, place in (("b", 1), ("c", 2)):
+        told = served.wait_for(lambda m, name=name: isinstance(m, Happened) and m.event.request_id == name)
+        assert (told.event.stage, told.event.queue_position) == ("queued", place)
+    gate.open.set()
+    served.wait_end("c")
+
+
 def test_what_an_engine_had_accepted_is_not_refused_by_the_next_ones_queue(serve) -> None:
     engine = make_engine(make_tiny("llama"), max_running=1, max_queue=1)
     gate, served = Gate(engine), serve(engine)
