@@ -11,6 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from longctx import __version__
 from longctx.config import EngineConfig
@@ -23,6 +24,9 @@ from longctx.server.metrics import Metrics
 from longctx.server.prepare_pool import Preparer
 from longctx.server.service import Service
 from longctx.server.settings import ServerSettings
+
+METHODS = ("GET", "POST", "DELETE")
+"""All that routes here have."""
 
 
 def build_service(settings: ServerSettings, config: EngineConfig) -> Service:
@@ -54,7 +58,7 @@ def create_app(service: Service) -> FastAPI:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(service.settings.cors_origins),
-            allow_methods=["GET", "POST", "DELETE"],
+            allow_methods=list(METHODS),
             allow_headers=["*"],
             expose_headers=["x-request-id", "x-longctx-warnings", "retry-after"],
         )
@@ -83,16 +87,22 @@ async def _on_api_error(_: Request, error: Exception) -> JSONResponse:
 
 async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
-    headers = dict(error.headers or {})
+    headers = {name.lower(): value for name, value in (error.headers or {}).items()}
     if error.status_code == 404:
         shown = ApiError(404, "there is nothing at this path; /openapi.json lists what there is", code="not_found")
     elif error.status_code == 405:
-        allowed = headers.get("allow") or headers.get("Allow") or "another method"
-        message = f"{request.method} is not possible here; use {allowed}"
+        headers["allow"] = ", ".join(_methods_at(request))
+        message = f"{request.method} is not possible here; use {headers['allow']}"
         shown = ApiError(405, message, code="method_not_allowed")
     else:
         shown = ApiError(error.status_code, str(error.detail))
     return error_response(shown, headers)
+
+
+def _methods_at(request: Request) -> list[str]:
+    """Every method of a path: its methods are routes of their own, of which the router names only the first."""
+    routes, scope = request.app.routes, dict(request.scope)
+    return [m for m in METHODS if any(route.matches({**scope, "method": m})[0] is Match.FULL for route in routes)]
 
 
 async def _on_invalid(_: Request, error: Exception) -> JSONResponse:

@@ -68,13 +68,16 @@ class Guard:
         request_id = state["request_id"] = new_request_id()
         state["client_request_id"] = _client_id(_header(scope["headers"], b"x-client-request-id"))
         logs.request_id.set(request_id)
-        answer = Answer(send, request_id)
+        answer, method = Answer(send, request_id), scope["method"]
+        if method == "HEAD":
+            # Routes need not know it: the server below leaves the body out.
+            scope = {**scope, "method": "GET"}
         try:
             await self._pass(scope, receive, answer)
         finally:
             route = getattr(scope.get("route"), "path", None)
             seconds = time.perf_counter() - started_s
-            self._metrics.observe_http(scope["method"], route, answer.status or 499, seconds)
+            self._metrics.observe_http(method, route, answer.status or 499, seconds)
 
     async def _pass(self, scope: Scope, receive: Receive, answer: Answer) -> None:
         body = None

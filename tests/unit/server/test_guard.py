@@ -330,6 +330,13 @@ def test_errors_have_their_headers(echo: Echo) -> None:
     assert len(answer.headers["x-request-id"]) == 24
 
 
+def test_head_is_get_without_its_body(echo: Echo) -> None:
+    with echo.client() as client:
+        answer = client.head("/health")
+        assert answer.status_code == 200 and answer.content == b"" and int(answer.headers["content-length"]) > 0
+        assert client.get("/health").text == '"ok"'
+
+
 # -- who may ask -----------------------------------------------------------------------------------------------------
 
 
