@@ -27,7 +27,7 @@ def test_logprobs_are_those_of_float64() -> None:
     assert normal.max() <= 1e-5
 
 
-@given(st.integers(0, 2**32 - 1), st.sampled_from([1, 5, 20]), st.sampled_from([20, 300, 5120, 20_000]))
+@given(st.integers(0, 2**32 - 1), st.sampled_from([1, 5, 20]), st.sampled_from([20, 300, 2047, 2048, 5120, 20_000]))
 def test_the_best_are_those_of_a_stable_sort(seed: int, k: int, size: int) -> None:
     rng = np.random.default_rng(seed)
     x_N = rng.integers(0, rng.choice([2, 50, 10**6]), size).astype(np.float32)
