@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -50,7 +51,8 @@ class EngineClient:
 
     `state` is "starting", "ready", "restarting", "stopping" or "failed"; only a start that would fail the same way
     again, or the very first one, ends in "failed". When the process dies, requests of which nothing was delivered run
-    again in the next one, in their order and with their seeds, once each; the others fail.
+    again in the next one, in their order and with their seeds, once each; the others fail. `on_stats`, if set, is
+    called with every snapshot of an engine.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class EngineClient:
         self.state = "starting"
         self.info: ModelInfo | None = None
         self.stats: EngineStats | None = None
+        self.on_stats: Callable[[EngineStats], None] | None = None
         self.loading: Loading | None = None
         self.restarts = 0
         self.last_failure: str | None = None
@@ -215,6 +218,8 @@ class EngineClient:
                 self._fail(ticket, ApiError.from_code(message.code, message.message))
         elif isinstance(message, EngineStats):
             self.stats = message
+            if self.on_stats is not None:
+                self.on_stats(message)
         elif isinstance(message, Answer):
             self._on_answer(message)
         elif isinstance(message, Loading):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import time
 from contextvars import ContextVar
@@ -17,7 +18,10 @@ UVICORN_LOGGERS = ("uvicorn", "uvicorn.error", "uvicorn.access", "uvicorn.asgi")
 POLLED = ("/health", "/ready", "/metrics", "/v1/requests")
 """What probes, dashboards and the page ask for every second: logged only when the answer is an error."""
 
-MAX_PROMPT_CHARS = 2000
+FORMAT_VARIABLE = "LONGCTX_LOG_FORMAT"
+"""The environment variable by which the processes of one server write alike."""
+
+MAX_EXCERPT_BYTES = 2000
 
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), 127, *range(128, 160))} | {
     10: "\\n",
@@ -32,9 +36,11 @@ _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), 127, *range(128, 16
 def configure(log_format: str = "text", level: int = logging.INFO, stream: TextIO | None = None) -> None:
     """Send every logger of this process, uvicorn's included, to `stream` (stderr) in one format.
 
-    Start uvicorn with `log_config=None`, or it puts its own handlers back. May be called again.
+    Start uvicorn with `log_config=None`, or it puts its own handlers back. Processes started from here may
+    `configure_child`. May be called again.
     """
     assert log_format in FORMATS, log_format
+    os.environ[FORMAT_VARIABLE] = log_format
     handler = logging.StreamHandler(stream if stream is not None else sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     handler.addFilter(_add_request_id)
@@ -52,18 +58,27 @@ def configure(log_format: str = "text", level: int = logging.INFO, stream: TextI
     logging.getLogger("httpx").setLevel(logging.WARNING)
 
 
-def log_event(logger: logging.Logger, message: str, /, level: int = logging.INFO, **fields: Any) -> None:
-    """Log a sentence with fields: `message key=value` as text, keys of the object as JSON. Never put a prompt here but
-    through `prompt_excerpt`."""
-    logger.log(level, message, extra={"fields": fields}, stacklevel=2)
+def configure_child() -> None:
+    """In a process that a configured one started: write as it does. Elsewhere nothing changes."""
+    log_format = os.environ.get(FORMAT_VARIABLE)
+    if log_format in FORMATS:
+        configure(log_format)
 
 
-def prompt_excerpt(text: str, *, wanted: bool) -> dict[str, str]:
-    """The fields that show a prompt: its beginning if the operator asked for prompts in the logs, else none."""
-    if not wanted:
-        return {}
-    more = len(text) - MAX_PROMPT_CHARS
-    return {"prompt": text if more <= 0 else f"{text[:MAX_PROMPT_CHARS]}... ({more:,} more characters)"}
+def log_event(
+    logger: logging.Logger, message: str, /, *, level: int = logging.INFO, request: str | None = None, **fields: Any
+) -> None:
+    """Log a sentence with fields: `message key=value` as text, keys of the object as JSON; fields that are None are
+    left out. `request` is its request where that is not the running task's. Nothing of a prompt belongs here."""
+    known = {name: value for name, value in fields.items() if value is not None}
+    logger.log(level, message, extra={"fields": known, "request_id": request}, stacklevel=2)
+
+
+def excerpt(body: bytes | bytearray) -> str:
+    """The beginning of a request's body, for operators who asked for prompts in their log."""
+    text = bytes(body[:MAX_EXCERPT_BYTES]).decode("utf-8", "replace")
+    more = len(body) - MAX_EXCERPT_BYTES
+    return text if more <= 0 else f"{text}... ({more:,} more bytes)"
 
 
 class TextFormatter(logging.Formatter):
@@ -112,8 +127,10 @@ def _is_worth_a_line(record: logging.LogRecord) -> bool:
     if not isinstance(args, tuple) or len(args) != 5:
         return True
     _, method, path, _, status = args
-    polled = str(path).split("?", 1)[0].startswith(POLLED)
-    return not (method == "GET" and polled and isinstance(status, int) and status < 400)
+    path = str(path).split("?", 1)[0]
+    # Not ready yet is what a probe wants to know, and no error.
+    fine = isinstance(status, int) and (status < 400 or (path == "/ready" and status == 503))
+    return not (method == "GET" and path.startswith(POLLED) and fine)
 
 
 def _timestamp(record: logging.LogRecord) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 from longctx.errors import LongctxError
 from longctx.machine import trim_heap
+from longctx.server import logs
 from longctx.server.errors import ApiError
 from longctx.server.messages import ModelInfo
 from longctx.server.text_side import TextSide
@@ -58,6 +59,7 @@ def main(fd: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
     faulthandler.enable()
+    logs.configure_child()
     connection = Connection(fd)
     with suppress(EOFError, OSError):  # the parent has gone, or wants no more
         serve(connection)

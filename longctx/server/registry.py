@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -9,9 +10,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from longctx.events import Event, FinishEvent, ProgressEvent, Timings, TokenEvent, Usage
+from longctx.server.logs import log_event
 
 if TYPE_CHECKING:
     from longctx.server.ticket import Restarted
+
+log = logging.getLogger(__name__)
 
 STAGES = ("tokenizing", "queued", "prefill", "decode", "finished")
 ID_PREFIXES = ("chatcmpl-", "cmpl-", "resp_")
@@ -223,6 +227,7 @@ class Registry:
         self._finished[record.id] = record
         while len(self._finished) > self._max_tracked:
             self._finished.popitem(last=False)
+        _log_end(record)
 
     def get(self, id: str, tenant: str | None) -> Record | None:
         """The tenant's record of this id, of a response's id, or the latest with this alias; None for others'."""
@@ -250,3 +255,24 @@ class Registry:
     def _newest_first(self) -> Iterator[Record]:
         yield from reversed(self._live.values())
         yield from reversed(self._finished.values())
+
+
+def _log_end(record: Record) -> None:
+    """One line per request, with its figures and without its text."""
+    usage, timings = record.usage() or {}, record.timings() or {}
+    log_event(
+        log,
+        "a request ended",
+        level=logging.WARNING if record.outcome == "error" else logging.INFO,
+        request=record.id,
+        endpoint=record.endpoint,
+        outcome=record.outcome if record.outcome == "refused" else record.finish_reason,
+        tenant=record.tenant,
+        prompt_tokens=record.total or None,
+        cached_tokens=record.cached if record.total else None,
+        answer_tokens=usage.get("completion_tokens"),
+        queue_ms=timings.get("queue_ms"),
+        ttft_ms=timings.get("ttft_ms") if record.generated else None,
+        time_ms=record.time_ms,
+        error=record.error,
+    )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from typing import TYPE_CHECKING
 
 from longctx.server.errors import ApiError
+from longctx.server.logs import excerpt, log_event
 from longctx.server.messages import ModelInfo, Submit
 from longctx.server.registry import ChoiceState, Record, Registry
 from longctx.server.running import Running
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from longctx.server.prepare_pool import Preparer
     from longctx.server.ticket import Ticket
     from longctx.server.work import Prepared, Work
+
+log = logging.getLogger(__name__)
 
 LONGEST_RETRY_S = 600.0
 GUESSED_START_S = 10.0
@@ -40,6 +44,8 @@ class Service:
         self.client = client
         self.preparer = preparer
         self.metrics = metrics
+        # Every snapshot, not only those that are there when somebody asks: an engine's last steps count too.
+        client.on_stats = metrics.observe_stats
         self.registry = Registry(settings.max_tracked)
         self.running: dict[str, Running] = {}
         self.created = int(time.time())
@@ -114,6 +120,8 @@ class Service:
         loop = asyncio.get_running_loop()
         arrival_s, limit_s = loop.time(), None if is_job else self.settings.request_timeout_s
         record = self.registry.open(request_id, endpoint, tenant, alias)
+        if self.settings.log_prompts:
+            log_event(log, "a request came", request=request_id, endpoint=endpoint, body=excerpt(body))
         self._idle.clear()
         try:
             async with asyncio.timeout(limit_s):

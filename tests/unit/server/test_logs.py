@@ -7,6 +7,8 @@ import io
 import json
 import logging
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -17,7 +19,8 @@ log = logging.getLogger("longctx.test")
 
 
 @pytest.fixture(autouse=True)
-def _restored_logging() -> Iterator[None]:
+def _restored_logging(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv(logs.FORMAT_VARIABLE, "")
     loggers = [logging.getLogger(name) for name in ("", "httpx", *logs.UVICORN_LOGGERS)]
     before = [(lg, lg.handlers[:], lg.filters[:], lg.level, lg.propagate) for lg in loggers]
     yield
@@ -123,11 +126,35 @@ def test_each_task_has_its_own_request() -> None:
     assert all(record["message"] == record["request_id"] for record in records)
 
 
-def test_prompts_are_shown_only_when_asked_for() -> None:
-    assert logs.prompt_excerpt("a secret", wanted=False) == {}
-    assert logs.prompt_excerpt("a secret", wanted=True) == {"prompt": "a secret"}
-    long = logs.prompt_excerpt("x" * 10_000, wanted=True)["prompt"]
-    assert len(long) < 2100 and long.endswith("(8,000 more characters)")
+def test_an_event_names_its_request_and_leaves_out_what_is_not_known() -> None:
+    stream = configured("json")
+    token = logs.request_id.set("the task's")
+    logs.log_event(log, "ended", request="its own", known=0, unknown=None)
+    logs.log_event(log, "ended")
+    logs.request_id.reset(token)
+    first, second = map(json.loads, lines(stream))
+    assert (first["request_id"], first["known"], "unknown" in first) == ("its own", 0, False)
+    assert second["request_id"] == "the task's"
+
+
+def test_a_body_is_shown_by_its_beginning() -> None:
+    assert logs.excerpt(b'{"prompt": "a secret"}') == '{"prompt": "a secret"}'
+    long = logs.excerpt(bytearray(b"x" * 10_000))
+    assert len(long) < 2100 and long.endswith("(8,000 more bytes)")
+    assert logs.excerpt("é".encode() * 1001)[:3] == "ééé"
+    logs.excerpt(b"\xff" * 3000).encode("utf-8")
+
+
+@pytest.mark.parametrize("log_format", logs.FORMATS)
+def test_a_child_process_writes_alike(log_format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    configured(log_format)
+    code = "from longctx.server import logs; import logging; logs.configure_child(); logging.warning('hello')"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    (line,) = result.stderr.splitlines()
+    assert (json.loads(line)["message"] == "hello") if log_format == "json" else line.endswith("warning root: hello")
+    monkeypatch.delenv(logs.FORMAT_VARIABLE)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stderr == "WARNING:root:hello\n"
 
 
 def access(path: str, status: int, method: str = "GET") -> None:
@@ -142,11 +169,14 @@ def test_uvicorn_writes_through_us_and_polls_do_not_fill_the_log() -> None:
     access("/metrics", 200)
     access("/v1/requests?limit=5", 200)
     access("/ready", 503)
+    access("/metrics", 500)
+    access("/ready", 500)
     access("/v1/requests/abc", 200, "DELETE")
     logging.getLogger("uvicorn.error").info("Started server process")
     assert [line.split(": ", 1)[1] for line in lines(stream)] == [
         '127.0.0.1:5 - "POST /v1/chat/completions HTTP/1.1" 200',
-        '127.0.0.1:5 - "GET /ready HTTP/1.1" 503',
+        '127.0.0.1:5 - "GET /metrics HTTP/1.1" 500',
+        '127.0.0.1:5 - "GET /ready HTTP/1.1" 500',
         '127.0.0.1:5 - "DELETE /v1/requests/abc HTTP/1.1" 200',
         "Started server process",
     ]

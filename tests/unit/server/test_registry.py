@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+
+import pytest
+
 from longctx.server.registry import ChoiceState, Registry
 from tests.helpers.server_fakes import finish, progress, token
 
@@ -77,3 +81,26 @@ def test_what_is_left_is_estimated_from_eta_and_pace() -> None:
     assert state.remaining_ms() == 500.0
     state.stage, state.generated, state.first_token_s, state.last_token_s = "decode", 51, 10.0, 15.0
     assert state.remaining_ms() == 5000.0
+
+
+def test_the_log_has_one_line_per_request(caplog: pytest.LogCaptureFixture) -> None:
+    """With its figures, without its text, and a warning only where the server failed."""
+    registry = Registry()
+    record = registry.open("good", "chat", "a-tenant")
+    registry.queued(record, [ChoiceState(10)])
+    registry.observe(record, 0, progress("good", "prefill", 4, cached=4))
+    registry.observe(record, 0, token("good", 0))
+    registry.observe(record, 0, finish("good", "stop", tokens=3, cached=4))
+    with caplog.at_level(logging.INFO):
+        registry.close(record, "finished")
+        registry.close(record, "cancelled")
+        registry.close(registry.open("long", "completions", None), "refused", "too long")
+        registry.close(registry.open("broken", "completions", None), "error", "the engine died")
+    assert [r.levelname for r in caplog.records] == ["INFO", "INFO", "WARNING"]
+    assert [r.request_id for r in caplog.records] == ["good", "long", "broken"]
+    good, long, broken = (r.fields for r in caplog.records)
+    assert (good["outcome"], good["endpoint"], good["tenant"]) == ("stop", "chat", "a-tenant")
+    assert (good["prompt_tokens"], good["cached_tokens"], good["answer_tokens"]) == (10, 4, 3)
+    assert (long["outcome"], long["error"]) == ("refused", "too long")
+    assert (broken["outcome"], broken["error"]) == ("error", "the engine died")
+    assert "secret" not in caplog.text + str([r.fields for r in caplog.records])

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
 
 from longctx.server.errors import ApiError
-from longctx.server.messages import Loading
+from longctx.server.messages import EngineStats, Loading
 from longctx.server.service import Service, retry_after
 from longctx.server.ticket import Restarted
 from tests.helpers.server_fakes import FakeClient, FakePreparer, finish, make_service, progress, token
@@ -374,3 +375,31 @@ def test_salts_keep_tenants_apart() -> None:
 
 def test_retry_after_is_whole_positive_and_bounded() -> None:
     assert [retry_after(s) for s in (-5, 0, 0.2, 1.2, 1e9)] == [1, 1, 1, 2, 600]
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_prompts_are_logged_only_where_the_operator_asked_for_them(
+    wanted: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        service, client, _ = make_service(log_prompts=wanted)
+        running = await begin(service, b'{"prompt": "my diary"}')
+        for ticket in client.tickets.values():
+            ticket.put(finish(ticket.id))
+        await read(running)
+
+    with caplog.at_level(logging.DEBUG):
+        run(main)
+    told = caplog.text + str([getattr(record, "fields", {}) for record in caplog.records])
+    assert ("my diary" in told) == wanted
+    assert "a request ended" in told
+
+
+def test_every_snapshot_of_the_engine_reaches_the_metrics() -> None:
+    async def main() -> None:
+        service, client, _ = make_service()
+        for engine, steps in ((1, 5), (2, 3)):
+            client.on_stats(EngineStats(0, 0, {}, {"steps": steps}, engine))
+        assert service.metrics.registry.get_sample_value("longctx_steps_total") == 8
+
+    run(main)

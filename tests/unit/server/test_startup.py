@@ -67,7 +67,8 @@ def table(settings: ServerSettings = SETTINGS, info: ModelInfo = INFO) -> str:
 
 
 @pytest.fixture
-def json_logs() -> Iterator[io.StringIO]:
+def json_logs(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
+    monkeypatch.setenv(logs.FORMAT_VARIABLE, "")
     root = logging.getLogger()
     before, level, stream = root.handlers[:], root.level, io.StringIO()
     logs.configure("json", stream=stream)
