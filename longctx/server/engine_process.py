@@ -18,6 +18,7 @@ from longctx.engine import Engine
 from longctx.errors import LongctxError, RequestError
 from longctx.events import Event
 from longctx.loop import EngineLoop
+from longctx.server.logs import configure_child
 from longctx.server import logs
 from longctx.server.messages import (
     Accepted,
