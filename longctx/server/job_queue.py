@@ -39,6 +39,8 @@ class JobQueue:
         self._signals = signals
         self._waiting: dict[str, Job] = {}
         self._running: dict[str, tuple[JobRun, asyncio.Task[None]]] = {}
+        self._turns: dict[str, int] = {}
+        """Per tenant the number of the last turn it had."""
         self._wake = asyncio.Event()
         self._stopping = False
 
@@ -60,6 +62,7 @@ class JobQueue:
             self._wake.clear()
             while (job := self._next()) is not None:
                 del self._waiting[job.id]
+                self._turns[job.tenant] = max(self._turns.values(), default=0) + 1
                 run = JobRun(job, self._begin, self._thread, partial(self._signals.notify, job.id))
                 self._running[job.id] = run, asyncio.create_task(self._work(run))
             await self._wake.wait()
@@ -96,12 +99,16 @@ class JobQueue:
         return sum(other.tenant == job.tenant and other.seq < job.seq for other in self._waiting.values())
 
     def _next(self) -> Job | None:
-        """The job to begin now: of the tenant that has fewest running, its oldest."""
+        """The job to begin now: the oldest of the tenant that has fewest running and waits longest for its turn."""
         running = [run.job for run, _ in self._running.values()]
         if len(running) >= self._slots or any(map(_runs_alone, running)):
             return None
         busy = Counter(job.tenant for job in running)
-        job = min(self._waiting.values(), key=lambda job: (busy[job.tenant], job.seq), default=None)
+
+        def rank(job: Job) -> tuple[int, int, int]:
+            return busy[job.tenant], self._turns.get(job.tenant, 0), job.seq
+
+        job = min(self._waiting.values(), key=rank, default=None)
         return None if job is None or (running and _runs_alone(job)) else job
 
     async def _work(self, run: JobRun) -> None:
