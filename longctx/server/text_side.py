@@ -22,9 +22,9 @@ from longctx.server.time_limit import TimeLimit, time_limit
 USUAL_CHARS_PER_TOKEN = 6
 """A text longer than this per position is counted piece by piece before it is tokenized in one."""
 
-PIECE_CHARS = 2**18
-SEAM_TOKENS = 8
-"""How many tokens more a text may have where it is cut than in one; seen are one or two."""
+MOST_PIECE_CHARS = 2**18
+SEAM_TOKENS = 64
+"""How many tokens more a text may have where it is cut than in one: a long word falls apart, most cuts cost one."""
 
 MAX_TEMPLATE_CHARS = 2**20
 TEMPLATE_ROOM_CHARS = 2**20
@@ -106,7 +106,10 @@ class TextSide:
         if len(text) > room:
             raise ApiError(400, f"the chat template made more than {room:,} characters of these messages", param=param)
         self._check_length(text, param)
-        return np.array(encode_rendered(tokenizer, text), dtype=np.int32)
+        ids = np.array(encode_rendered(tokenizer, text), dtype=np.int32)
+        if not len(ids):
+            raise ApiError(400, "the chat template made an empty prompt of these messages", param=param)
+        return ids
 
     def decode(self, ids: np.ndarray) -> str:
         """The text of ids, special tokens spelled out."""
@@ -125,9 +128,9 @@ class TextSide:
     def _check_length(self, text: str, param: str) -> None:
         if len(text) <= USUAL_CHARS_PER_TOKEN * self.longest:
             return
-        counted = 0
-        for start in range(0, len(text), PIECE_CHARS):
-            piece = text[start : start + PIECE_CHARS]
+        counted, size = 0, min(MOST_PIECE_CHARS, max(4096, 2 * self.longest))
+        for start in range(0, len(text), size):
+            piece = text[start : start + size]
             counted += len(self.tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]) - SEAM_TOKENS
             if counted > self.longest:
                 end = start + len(piece)
