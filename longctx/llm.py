@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,13 +14,16 @@ import numpy as np
 
 from longctx.build import Progress, build_engine
 from longctx.config import EngineConfig
-from longctx.errors import EngineError, LongctxError, RequestError
-from longctx.events import Event, FinishEvent, Timings, Usage
+from longctx.errors import EngineError, LongctxError, QueueFullError, RequestError
+from longctx.events import Event, FinishEvent, PromptLogprobs, Timings, TokenEvent, TokenLogprobs, Usage
 from longctx.kv.budget import Plan
 from longctx.loop import EngineLoop, Subscription
 from longctx.models.tokenizer import encode_chat, encode_prompt
 from longctx.params import SamplingParams
 from longctx.request import Request, ScoreSheet, as_token_ids
+
+_RETRY_S = 0.05
+"""Between two attempts to queue a request when others' requests fill the queue."""
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 """Text, token ids, or chat messages (`[{"role": ..., "content": ...}]`, through the model's own template)."""
@@ -27,7 +31,10 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
 @dataclass(frozen=True)
 class Output:
-    """A finished generation."""
+    """A finished generation. `error` says why it failed, `finish_reason` is then "error" and the text may end early.
+
+    `logprobs` (one entry per token) and `prompt_logprobs` are there if the params asked for them.
+    """
 
     request_id: str
     text: str
@@ -36,6 +43,20 @@ class Output:
     usage: Usage
     timings: Timings
     computed_tokens: int
+    error: str | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class GenerationError(EngineError):
+    """Some prompts of a `generate` call failed; `outputs` has all in order, the failed ones with their `error`."""
+
+    def __init__(self, message: str, outputs: Sequence[Output]):
+        super().__init__(message)
+        self.outputs = list(outputs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.outputs)
 
 
 @dataclass(frozen=True)
@@ -111,7 +132,8 @@ class LLM:
         """Run prompts together and return their outputs in order; an empty list gives none.
 
         A string, a flat list of token ids and a list of chat messages are each one prompt. All prompts are checked
-        before the first is computed; if one fails, or the caller is interrupted, the others are cancelled.
+        before the first is computed. If some fail inside the engine, the others are still finished, and then
+        `GenerationError` is raised, which carries every output. If the caller is interrupted, all are cancelled.
         """
         many = _each_prompt(prompts)
         each = [params or SamplingParams()] * len(many) if not isinstance(params, Sequence) else list(params)
@@ -120,7 +142,14 @@ class LLM:
         requests = [
             self.engine.make_request(self.encode(p), s, cache_salt=cache_salt) for p, s in zip(many, each, strict=True)
         ]
-        return [_output(event) for event in self._run_all(requests)]
+        outputs = self._run_all(requests)
+        failed = [i for i, output in enumerate(outputs) if output.error is not None]
+        if failed:
+            what = f"{len(failed)} of {len(outputs)} prompts failed, first number {failed[0] + 1}: " * (
+                len(outputs) > 1
+            )
+            raise GenerationError(f"{what}{outputs[failed[0]].error}", outputs)
+        return outputs
 
     def cancel(self, request: Request | str) -> bool:
         """Ask for a request to end, between two layers at the latest. False if it is not alive."""
@@ -133,8 +162,10 @@ class LLM:
         """
         sheet = ScoreSheet(want_logits=logits)
         request = self.engine.make_request(token_ids, SamplingParams(max_tokens=1), score=sheet)
-        [event] = self._run_all([request])
-        if event.reason != "scored":
+        [output] = self._run_all([request])
+        if output.error is not None:
+            raise EngineError(output.error)
+        if output.finish_reason != "scored":
             raise LongctxError("the request was cancelled before everything was scored")
         logprobs = np.concatenate(sheet.logprobs)[:-1]
         return Score([None, *logprobs.tolist()], np.concatenate(sheet.logits) if logits else None)
@@ -149,23 +180,27 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _run_all(self, requests: Sequence[Request]) -> list[FinishEvent]:
-        """Run requests to their ends, never more at a time than the queue takes from one caller."""
-        events: list[FinishEvent] = []
+    def _run_all(self, requests: Sequence[Request]) -> list[Output]:
+        """Run requests to their ends, waiting for places in the queue where there are none."""
+        outputs: list[Output] = []
         started: deque[Subscription] = deque()
+        waiting = deque(requests)
         try:
-            for request in requests:
-                if len(started) == self.engine.config.scheduler.max_queue:
-                    events.append(_last(started[0]))
+            while waiting or started:
+                try:
+                    while waiting and len(started) < self.engine.config.scheduler.max_queue:
+                        started.append(self._loop.submit(waiting[0]))
+                        waiting.popleft()
+                except QueueFullError:
+                    if not started:
+                        time.sleep(_RETRY_S)
+                if started:
+                    outputs.append(_output(started[0]))
                     started.popleft()
-                started.append(self._loop.submit(request))
-            while started:
-                events.append(_last(started[0]))
-                started.popleft()
         finally:
             for subscription in started:
                 self._loop.cancel(subscription.request.id)
-        return events
+        return outputs
 
     def _need_tokenizer(self) -> Any:
         if self.tokenizer is None:
@@ -182,15 +217,17 @@ def _each_prompt(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
     return [items] if is_one else items
 
 
-def _last(subscription: Subscription) -> FinishEvent:
-    event = deque(subscription, maxlen=1).pop()
+def _output(subscription: Subscription) -> Output:
+    """Wait for a request's end. An engine that breaks fails it like a step that does."""
+    request, logprobs = subscription.request, list[TokenLogprobs]()
+    try:
+        for event in subscription:
+            if isinstance(event, TokenEvent) and event.logprobs is not None:
+                logprobs.append(event.logprobs)
+    except EngineError as error:
+        usage, timings = Usage(request.num_prompt_tokens, 0, 0), Timings(0.0, 0.0, 0.0, 0.0, 0.0)
+        return Output(request.id, "", (), "error", usage, timings, request.computed_tokens, str(error))
     assert isinstance(event, FinishEvent)
-    if event.reason == "error":
-        raise EngineError(event.error)
-    return event
-
-
-def _output(event: FinishEvent) -> Output:
     return Output(
         event.request_id,
         event.text,
@@ -199,4 +236,7 @@ def _output(event: FinishEvent) -> Output:
         event.usage,
         event.timings,
         event.computed_tokens,
+        (event.error or "the request failed") if event.reason == "error" else None,
+        tuple(logprobs) if request.params.logprobs is not None else None,
+        event.prompt_logprobs,
     )

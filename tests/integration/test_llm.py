@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import gc
 import os
+import pickle
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from longctx.errors import EngineError, LongctxError, RequestError
+import longctx.runner
+from longctx.errors import EngineError, LongctxError, QueueFullError, RequestError
 from longctx.events import FinishEvent, ProgressEvent, TokenEvent
-from longctx.llm import LLM
+from longctx.llm import LLM, GenerationError
 from longctx.loop import PROGRESS_INTERVAL_MS, EngineLoop, Subscription
 from longctx.params import SamplingParams
+from longctx.sampler import SamplingError
 from tests.helpers.engine import make_engine
 from tests.helpers.tiny import make_tiny, random_ids
 
@@ -194,13 +199,81 @@ def test_more_prompts_than_the_queue_holds(folder, tmp_path, monkeypatch) -> Non
         assert len(llm.generate([random_ids(4, seed=i) for i in range(9)], SHORT)) == 9
 
 
+def test_a_queue_that_others_fill_is_waited_for(folder, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("LONGCTX_CACHE", str(tmp_path))
+    with LLM(folder, kv_memory="8MiB", block_tokens=16, max_chunk_tokens=256, max_running=1, max_queue=2) as llm:
+        others = [llm.start(random_ids(9, seed=i), LONG) for i in range(2)]
+        while True:
+            with suppress(QueueFullError):
+                others.append(llm.start(random_ids(9), LONG))
+                continue
+            break
+        wait = in_thread(llm.generate, [random_ids(4, seed=i) for i in range(3)], SHORT)
+        for other in others:
+            llm.cancel(other.request)
+        assert [len(output.token_ids) for output in wait()] == [2, 2, 2]
+
+
+def test_failures_come_with_the_outputs_of_the_others(llm, monkeypatch) -> None:
+    """One prompt's logits are no numbers: the others are finished and handed over, and nothing is passed over."""
+    prompts = [random_ids(8, seed=i) for i in range(4)]
+    expected = llm.generate(prompts, SHORT)
+    sample = longctx.runner.sample_rows
+
+    def sample_badly(logits, rows, limit):
+        tokens = sample(logits, rows, limit)
+        return [SamplingError("no token") if row.seed == 13 else t for t, row in zip(tokens, rows, strict=True)]
+
+    monkeypatch.setattr(longctx.runner, "sample_rows", sample_badly)
+    params = [replace(SHORT, seed=13 if i in (1, 2) else 0) for i in range(4)]
+    with pytest.raises(GenerationError, match="2 of 4 prompts failed, first number 2: no token") as caught:
+        llm.generate(prompts, params)
+    outputs = caught.value.outputs
+    assert [output.error for output in outputs] == [None, "no token", "no token", None]
+    assert [output.finish_reason for output in outputs] == ["length", "error", "error", "length"]
+    assert [outputs[i].token_ids for i in (0, 3)] == [expected[i].token_ids for i in (0, 3)]
+    assert pickle.loads(pickle.dumps(caught.value)).outputs == outputs
+    with pytest.raises(GenerationError, match=r"^no token$"):
+        llm.generate(prompts[1], params[1])
+    assert idle(llm)
+
+
+def test_an_engine_that_breaks_leaves_what_was_finished(llm, monkeypatch) -> None:
+    commit = llm.engine.scheduler.commit
+
+    def break_down(step, results):
+        events = commit(step, results)
+        if any(isinstance(e, FinishEvent) for e in events):
+            llm.engine.scheduler.commit = None
+        return events
+
+    monkeypatch.setattr(llm.engine.scheduler, "commit", break_down)
+    params = [replace(SHORT, max_tokens=n) for n in (1, 50)]
+    with pytest.raises(
+        GenerationError, match="1 of 2 prompts failed, first number 2: the engine has stopped"
+    ) as caught:
+        llm.generate([random_ids(8), random_ids(9)], params)
+    assert [len(output.token_ids) for output in caught.value.outputs] == [1, 0]
+
+
+def test_outputs_carry_the_logprobs_that_were_asked_for(llm) -> None:
+    ids = random_ids(30)
+    [plain] = llm.generate(ids, SHORT)
+    [output] = llm.generate(ids, replace(SHORT, logprobs=2, prompt_logprobs=0))
+    assert (plain.logprobs, plain.prompt_logprobs) == (None, None)
+    assert output.token_ids == plain.token_ids and len(output.logprobs) == 2
+    assert [row.top_ids[0] for row in output.logprobs] == list(output.token_ids)
+    scores = llm.score(ids).logprobs
+    assert [row and row.logprob for row in output.prompt_logprobs] == scores
+
+
 def test_a_caller_who_is_interrupted_leaves_nothing_running(llm, monkeypatch) -> None:
     """Ctrl-C while waiting: all prompts of the call are cancelled."""
 
     def interrupted(_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("longctx.llm._last", interrupted)
+    monkeypatch.setattr("longctx.llm._output", interrupted)
     with pytest.raises(KeyboardInterrupt):
         llm.generate([random_ids(10, seed=i) for i in range(4)], LONG)
     with pytest.raises(KeyboardInterrupt):

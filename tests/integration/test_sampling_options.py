@@ -214,7 +214,6 @@ def test_a_prompt_with_logprobs_waits_for_nobodys_blocks() -> None:
     first, plain = engine.add(ids, options(2)), engine.add(ids, options(2))
     scored = engine.add(ids, options(2, prompt_logprobs=0))
     engine.step()
-    engine.step()
     assert first.status is scored.status is Status.RUNNING and plain.status is Status.WAITING
     run_events(engine, [first, plain, scored])
 
