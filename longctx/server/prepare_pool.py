@@ -63,22 +63,33 @@ class Worker:
 
     async def call(self, task: str, body: bytes | bytearray) -> Any:
         """A task's value. Raises `ApiError`; cancelling gives up waiting, and a task that has begun runs to its end."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._call, task, body)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, self._call, task, body)
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if current is not None and current.cancelling():
+                raise
+            raise _stopping() from None  # nobody cancelled the caller: its turn never came
 
     async def stop(self) -> None:
         """End the process and the thread."""
         self._stopping = True
-        if (process := self._process) is not None:
+        process = self._process
+        if process is not None:
             process.kill()
         await asyncio.to_thread(self._thread.shutdown, True, cancel_futures=True)
+        if process is not None:
+            await asyncio.to_thread(process.wait)
 
     def _call(self, task: str, body: bytes | bytearray) -> Any:
         for last_try in (False, True):
             try:
                 return self._ask(task, body)
             except WorkerDied as error:
+                if self._stopping:
+                    raise _stopping() from None
                 log.warning("the process that prepares large bodies has ended: %s", error)
-                if last_try or self._stopping:
+                if last_try:
                     raise ApiError(
                         500,
                         "the process that reads large bodies ended twice over this one",
@@ -117,7 +128,7 @@ class Worker:
         if self._connection is not None:
             return self._connection
         if self._stopping:
-            raise ApiError.from_code("draining", "the server is shutting down")
+            raise _stopping()
         connection, theirs = multiprocessing.Pipe()
         try:
             self._process = spawn(_BOOT.format(path=sys.path, fd=theirs.fileno()), theirs.fileno())
@@ -257,3 +268,7 @@ class Preparer:
         finally:
             self._waiting[worker] -= len(body)
             self._waiting_bytes -= len(body)
+
+
+def _stopping() -> ApiError:
+    return ApiError.from_code("draining", "the server is shutting down")
