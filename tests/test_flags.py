@@ -11,7 +11,10 @@ from longctx.cli.app import app
 
 MODEL_FLAGS = {"--dtype", "--max-model-len", "--rope-scaling"}
 MEMORY_FLAGS = {"--kv-format", "--kv-memory", "--device-memory", "--memory-fraction", "--chunk-tokens"}
-SAMPLING_FLAGS = {"--max-tokens", "--temperature", "--top-k", "--top-p", "--seed", "--stop"}
+SAMPLING_FLAGS = {
+    *("--max-tokens", "--temperature", "--top-k", "--top-p", "--min-p", "--seed", "--stop"),
+    *("--repetition-penalty", "--presence-penalty", "--frequency-penalty", "--logprobs"),
+}
 
 COMMANDS = {
     "run": {
@@ -98,7 +101,14 @@ COMMANDS = {
 }
 """Every command and its flags. Extend it on purpose, with a line in CHANGELOG.md."""
 
-ARGUMENTS = {"run": ["MODEL"], "serve": ["MODEL"], "plan": ["[MODEL]"], "pull": ["NAME..."], "bench": ["NAME", "[MODEL]"], "route-sim": []}
+ARGUMENTS = {
+    "run": ["MODEL"],
+    "serve": ["MODEL"],
+    "plan": ["[MODEL]"],
+    "pull": ["NAME..."],
+    "bench": ["NAME", "[MODEL]"],
+    "route-sim": [],
+}
 
 GLOBAL_FLAGS = {"--version"}
 

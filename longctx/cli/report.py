@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from longctx.events import FinishEvent
+from longctx.events import FinishEvent, TokenLogprobs
 from longctx.resident import peak_rss_bytes
 from longctx.units import format_bytes, format_seconds
 
@@ -21,6 +21,8 @@ class Answer:
     question: str | None
     seed: int
     end: FinishEvent
+    logprobs: tuple[tuple[int, TokenLogprobs], ...] | None = None
+    """Each generated token's id and logprobs, if they were asked for."""
 
 
 def plan_line(llm: LLM, num_prompt_tokens: int, max_tokens: int) -> str:
@@ -58,20 +60,22 @@ def usage_line(end: FinishEvent) -> str:
 
 def json_report(llm: LLM, answers: Sequence[Answer]) -> dict[str, Any]:
     """The first answer's figures at the top; with several questions all of them under `answers`."""
-    report = _answer_report(answers[0])
+    report = _answer_report(llm, answers[0])
     engine = llm.engine
     report["ranks"] = [{"weight_bytes": engine.loaded.spec.weight_bytes, "kv_bytes": engine.partition.pool_bytes}]
     if answers[0].question is not None:
-        report["answers"] = [{"question": a.question, **_answer_report(a)} for a in answers]
+        report["answers"] = [{"question": a.question, **_answer_report(llm, a)} for a in answers]
     return report
 
 
-def _answer_report(item: Answer) -> dict[str, Any]:
+def _answer_report(llm: LLM, item: Answer) -> dict[str, Any]:
     end = item.end
     usage, timings = end.usage, end.timings
     by_tier = {name: usage.by_tier.get(name, 0) for name in ("g1", "g2", "g3", "g4")}
+    logprobs = {} if item.logprobs is None else {"logprobs": _logprobs_report(llm, item.logprobs)}
     return {
         "text": end.text,
+        **logprobs,
         "finish_reason": end.reason,
         "seed": item.seed,
         "usage": {
@@ -88,3 +92,11 @@ def _answer_report(item: Answer) -> dict[str, Any]:
         },
         "computed_tokens": end.computed_tokens,
     }
+
+
+def _logprobs_report(llm: LLM, logprobs: Sequence[tuple[int, TokenLogprobs]]) -> list[dict[str, Any]]:
+    """Token by token as the server's chat answers have them."""
+    from longctx.server.logprobs import TokenSpeller, chat_entry
+
+    speller = TokenSpeller(llm.tokenizer)
+    return [chat_entry(speller.take(token_id, row)) for token_id, row in logprobs]

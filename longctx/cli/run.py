@@ -19,7 +19,7 @@ from longctx.cli.prompt import checked_text, read_prompt
 from longctx.cli.report import Answer, json_report, plan_line, usage_line
 from longctx.config import EngineConfig
 from longctx.errors import EngineError, LongctxError, RequestError
-from longctx.events import ProgressEvent, TokenEvent
+from longctx.events import ProgressEvent, TokenEvent, TokenLogprobs
 from longctx.params import SamplingParams
 from longctx.units import parse_bytes, parse_tokens
 
@@ -62,6 +62,13 @@ def run(
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token")] = 0.0,
     top_k: Annotated[int, typer.Option(help="sample among the k likeliest; 0 is off")] = 0,
     top_p: Annotated[float, typer.Option(help="sample within this share of probability; 1 is off")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="leave out tokens below this share of the likeliest; 0 is off")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="against all tokens that came; 1 is off")] = 1.0,
+    presence_penalty: Annotated[float, typer.Option(help="against tokens that the answer has; 0 is off")] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option(help="the same for each time it has them; 0 is off")] = 0.0,
+    logprobs: Annotated[
+        int | None, typer.Option(metavar="N", help="with --json: each token's logprob, and the N likeliest instead")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="same seed, same answer; drawn and reported if absent")] = None,
     stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="end before this text; repeatable")] = None,
     chunk_tokens: Annotated[str | None, typer.Option(metavar="N", help="prompt tokens per step; fixes it")] = None,
@@ -83,11 +90,18 @@ def run(
     computed. Without a chat template it follows exactly as given, with nothing between. Ctrl-C ends the answer.
     """
     document = read_prompt(prompt, prompt_file)
+    if logprobs is not None and not as_json:
+        raise LongctxError(f"--logprobs {logprobs} needs --json: there is no place for them in the text")
     params = SamplingParams(
         max_tokens=None if max_tokens is None else parse_tokens(max_tokens, "--max-tokens"),
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        logprobs=logprobs,
         seed=seed,
         stop=tuple(checked_text(text, "--stop") for text in stop or ()),
     )
@@ -171,6 +185,7 @@ def answer(
     request = subscription.request
     text_is_progress = not quiet and (sys.stdout.isatty() or not console.is_terminal)
     first_s, tokens, end = 0.0, 0, None
+    logprobs: list[tuple[int, TokenLogprobs]] = []
 
     def cancel() -> None:
         request.cancelled = True
@@ -187,6 +202,8 @@ def answer(
                     meter.close()
                 else:
                     progress.decode(tokens, params.max_tokens or 0, now_s - first_s)
+                if event.logprobs is not None:
+                    logprobs.append((event.token_id, event.logprobs))
                 if not quiet:
                     print(event.text, end="", flush=True)
             else:
@@ -196,7 +213,7 @@ def answer(
         raise EngineError(end.error)
     if not quiet:
         print(flush=True)
-    return Answer(question, request.seed, end)
+    return Answer(question, request.seed, end, None if params.logprobs is None else tuple(logprobs))
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from longctx.cli.prompt import read_prompt
 from longctx.cli.report import peak_rss_bytes
 from longctx.cli.run import run
 from longctx.errors import EngineError, LongctxError, RequestError
-from longctx.events import FinishEvent, ProgressEvent, Timings, TokenEvent, Usage
+from longctx.events import FinishEvent, ProgressEvent, Timings, TokenEvent, TokenLogprobs, Usage
 from longctx.params import SamplingParams
 
 USAGE_KEYS = {"prompt_tokens", "completion_tokens", "prompt_tokens_details"}
@@ -40,6 +40,7 @@ class FakeLLM:
 
     reply = "forty-two"
     chat_template: str | None = None
+    tokenizer = None
     fail = False
     hang = False
     made: FakeLLM
@@ -92,7 +93,8 @@ class FakeLLM:
         text, reason = "", "stop"
         for index, piece in enumerate(self.reply[: params.max_tokens]):
             text += piece
-            yield TokenEvent("r", ord(piece), piece, index)
+            logprobs = None if params.logprobs is None else TokenLogprobs(-0.5, (7,), (-0.25,))
+            yield TokenEvent("r", ord(piece), piece, index, logprobs)
             if self.hang:
                 os.kill(os.getpid(), signal.SIGINT)
                 deadline = time.monotonic() + 5
@@ -150,6 +152,34 @@ def test_json_is_one_object_with_the_promised_keys(fake: type[FakeLLM]) -> None:
     assert (report["text"], report["seed"], report["finish_reason"]) == ("forty-two", 9, "stop")
     assert report["timings"]["peak_rss_bytes"] > 1_000_000
     assert "reading: 100 %" in result.stderr
+
+
+def test_every_sampling_flag_reaches_the_engine(fake: type[FakeLLM]) -> None:
+    flags = "--temperature 0.5 --top-k 3 --top-p 0.9 --min-p 0.1 --repetition-penalty 1.1 --presence-penalty 0.2"
+    invoke(
+        "m", "--prompt", "abc", *flags.split(), "--frequency-penalty=-0.3", "--seed", "4", "--logprobs", "2", "--json"
+    )
+    assert fake.made.params == SamplingParams(
+        *(256, 0.5, 3, 0.9, 4),
+        min_p=0.1,
+        repetition_penalty=1.1,
+        presence_penalty=0.2,
+        frequency_penalty=-0.3,
+        logprobs=2,
+    )
+
+
+def test_logprobs_are_in_the_json_as_chat_answers_have_them(fake: type[FakeLLM]) -> None:
+    report = json.loads(invoke("m", "--prompt", "abc", "--logprobs", "1", "--json").stdout)
+    assert len(report["logprobs"]) == len("forty-two")
+    best = {"token": "token_id:7", "bytes": [*b"token_id:7"], "logprob": -0.25}
+    assert report["logprobs"][0] == {
+        "token": "token_id:102",
+        "bytes": [*b"token_id:102"],
+        "logprob": -0.5,
+        "top_logprobs": [best],
+    }
+    assert "logprobs" not in json.loads(invoke("m", "--prompt", "abc", "--json").stdout)
 
 
 def test_questions_share_the_document_and_are_reported_in_order(fake: type[FakeLLM]) -> None:
@@ -238,6 +268,12 @@ def test_sampling_options_reach_the_request(fake: type[FakeLLM]) -> None:
         ("--top-p 0", "top_p must be above 0"),
         ("--top-k -1", "top_k must be 0 (off) or more"),
         ("--seed -1", "seed must be between 0"),
+        ("--min-p 1.1", "min_p must be between 0 (off) and 1"),
+        ("--repetition-penalty 0", "repetition_penalty must be between 0.01 and 100"),
+        ("--presence-penalty 3", "presence_penalty must be between -2 and 2"),
+        ("--frequency-penalty nan", "frequency_penalty must be between -2 and 2, got nan"),
+        ("--logprobs 21 --json", "logprobs must be between 0 and 20"),
+        ("--logprobs 5", "--logprobs 5 needs --json"),
         ("--stop=", "each stop string must have 1"),
         ("--ask=", "--ask number 1 is empty"),
         ("--kv-memory lots", "--kv-memory 'lots'"),
