@@ -99,7 +99,7 @@ class LiveServer:
         """Until `/ready` answers 200."""
         until = time.monotonic() + seconds
         with self.client() as client:
-            while (status := client.get("/ready").status_code) != 200:
+            while (status := self._ready_status(client)) != 200:
                 assert self.process.poll() is None, f"the server ended while it started:\n{self.stderr}"
                 assert time.monotonic() < until, f"not ready ({status}) after {seconds} s:\n{self.stderr}"
                 time.sleep(0.05)
@@ -132,6 +132,15 @@ class LiveServer:
     def __exit__(self, *_: object) -> None:
         if self.process.poll() is None:
             self.stop()
+
+    def _ready_status(self, client: httpx.Client) -> int:
+        try:
+            return client.get("/ready").status_code
+        except httpx.TransportError:
+            # It has ended or is about to: its own words say why.
+            if self.process.wait(10) is not None:
+                self._reader.join(10)
+            return 0
 
     def _read(self) -> None:
         assert self.process.stderr is not None
