@@ -6,9 +6,10 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from urllib.parse import urlsplit
 
 import pytest
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import Browser, Page, sync_playwright
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
@@ -16,6 +17,29 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 def find_chromium() -> str | None:
     """The path of a Chromium: LONGCTX_CHROMIUM, or what the system has."""
     return os.environ.get("LONGCTX_CHROMIUM") or next((path for name in NAMES if (path := shutil.which(name))), None)
+
+
+class Watch:
+    """Notes what pages complain of, how their policy is broken, and which hosts they call."""
+
+    def __init__(self) -> None:
+        self._troubles: list[str] = []
+        self._hosts: set[str] = set()
+
+    def page(self, page: Page) -> None:
+        """Watch a page, from before it is loaded."""
+        page.on("console", lambda message: self._troubles.append(message.text))
+        page.on("pageerror", lambda error: self._troubles.append(str(error)))
+        page.on("request", lambda request: self._hosts.add(urlsplit(request.url).netloc))
+        page.add_init_script(
+            "addEventListener('securitypolicyviolation', (e) => console.error('policy', e.violatedDirective));"
+        )
+
+    def check(self, url: str) -> None:
+        """Nothing but `url`'s host was called, and nothing was wrong."""
+        # The browser itself notes a refused connection and every answer that is an error; tests bring those about.
+        assert [text for text in self._troubles if "Failed to load resource" not in text] == []
+        assert self._hosts - {""} == {urlsplit(url).netloc}  # data: has no host
 
 
 @contextmanager

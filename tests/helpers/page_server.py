@@ -189,9 +189,12 @@ class PageServer:
         error = {"message": "this model has no chat template", "code": "no_chat_template"}
         return JSONResponse({"error": error}, 400)
 
-    async def _plan(self, request: Request) -> dict[str, Any]:
-        self.plan_asked.append(await request.json())
-        return self.plan
+    async def _plan(self, request: Request) -> JSONResponse:
+        body = await request.json()
+        self.plan_asked.append(body)
+        if isinstance(body.get("tokens"), str) or {"tokens", "max_tokens"} <= set(body):
+            return JSONResponse({"error": {"message": "tokens 'many' is not understood"}}, 400)
+        return JSONResponse(self.plan)
 
     async def _generate(self, request: Request) -> StreamingResponse:
         tried = Tried(await request.json(), request.url.path)

@@ -6,12 +6,11 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Page, expect
+from playwright.sync_api import Browser, Page, expect
 
-from tests.helpers.chromium import chromium
+from tests.helpers.chromium import Watch, chromium
 from tests.helpers.page_server import REFUSED, PageServer, Tried, delta, progress, usage
 
 pytestmark = pytest.mark.slow
@@ -42,21 +41,14 @@ def server() -> Iterator[PageServer]:
 @pytest.fixture
 def open_page(browser: Browser, server: PageServer) -> Iterator[Open]:
     """Opens the page; in the end no page may have complained, broken its policy or called another host."""
-    contexts: list[BrowserContext] = []
-    troubles: list[str] = []
-    hosts: set[str] = set()
+    watch, contexts = Watch(), []
 
     def open_one(*, width: int = 1280, height: int = 900, ready: bool = True, **options: Any) -> Page:
         context = browser.new_context(viewport={"width": width, "height": height}, **options)
         contexts.append(context)
         context.set_default_timeout(WAIT_MS)
-        context.on("request", lambda request: hosts.add(urlsplit(request.url).netloc or request.url[:40]))
         page = context.new_page()
-        page.on("console", lambda message: troubles.append(message.text))
-        page.on("pageerror", lambda error: troubles.append(str(error)))
-        page.add_init_script(
-            "addEventListener('securitypolicyviolation', (e) => console.error('policy', e.violatedDirective));"
-        )
+        watch.page(page)
         page.goto(server.url)
         if ready:
             expect(page.locator("#state")).to_have_text("ready")
@@ -66,9 +58,7 @@ def open_page(browser: Browser, server: PageServer) -> Iterator[Open]:
     yield open_one
     for context in contexts:
         context.close()
-    # The browser itself notes a refused connection and every answer that is an error; the tests bring those about.
-    assert [text for text in troubles if "Failed to load resource" not in text] == []
-    assert hosts <= {f"127.0.0.1:{server.port}", "data:image/svg+xml"} | {h for h in hosts if h.startswith("data:")}
+    watch.check(server.url)
 
 
 def share(page: Page, selector: str) -> float:
@@ -411,7 +401,7 @@ def test_a_length_is_planned(open_page: Open, server: PageServer) -> None:
     page.locator("#plan-concurrency").fill("4")
     page.locator("#plan-send").click()
     expect(page.locator("#plan-verdict")).to_have_text("fits")
-    assert server.plan_asked == [{"tokens": "131072", "max_tokens": 100, "concurrency": 4}]
+    assert server.plan_asked == [{"tokens": 131_172, "concurrency": 4}]
     result = page.locator("#plan-result")
     expect(result).to_contain_text("230 MB of 2.00 GB")
     expect(result).to_contain_text("3.70 GB")
@@ -422,6 +412,22 @@ def test_a_length_is_planned(open_page: Open, server: PageServer) -> None:
     expect(page.locator("#plan-verdict")).to_have_text("does not fit")
     expect(page.locator("#plan-remedy")).to_contain_text("ask for at most 32,768")
     assert share(page, "#plan-bar .over") == pytest.approx(1.3 / 3.3, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [("128K", 131_072), ("1m", 1_048_576), ("0.5 K", 512), (" 4_096 ", 4096), ("many", "many"), ("-1", "-1")],
+)
+def test_lengths_are_read_as_the_command_line_reads_them(
+    open_page: Open, server: PageServer, text: str, tokens: int | str
+) -> None:
+    page = open_page()
+    page.locator("#plan-tokens").fill(text)
+    page.locator("#plan-max").fill("1")
+    page.locator("#plan-send").click()
+    expect(page.locator("#plan-error" if isinstance(tokens, str) else "#plan-result")).to_be_visible()
+    expected = tokens if isinstance(tokens, str) else tokens + 1
+    assert server.plan_asked == [{"tokens": expected, "concurrency": 1}]
 
 
 def test_a_prompt_is_planned(open_page: Open, server: PageServer) -> None:
@@ -473,7 +479,7 @@ def test_everything_can_be_done_with_the_keyboard(open_page: Open, server: PageS
     page.keyboard.type("4K")
     page.keyboard.press("Enter")
     expect(page.locator("#plan-verdict")).to_have_text("fits")
-    assert server.plan_asked[0]["tokens"] == "4K"
+    assert server.plan_asked[0]["tokens"] == 4096 + 256
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -25,6 +25,12 @@ function formatSeconds(seconds) {
   return `${Math.floor(minutes / 60)} h ${pad(minutes % 60)} min`;
 }
 
+// "131,072", "128K" and "1M" as the command line reads them, K being 1,024; null for anything else.
+function parseTokens(text) {
+  const match = /^(\d+(?:\.\d+)?)([km]?)$/i.exec(text.replace(/[\s,_]/g, ""));
+  return match && Math.round(Number(match[1]) * { "": 1, k: 1024, m: 1024 ** 2 }[match[2].toLowerCase()]);
+}
+
 // For a time that runs: without the tenths that flicker.
 function formatAbout(seconds) {
   return seconds < 59.5 ? `${Math.ceil(seconds)} s` : formatSeconds(seconds);

@@ -7,7 +7,10 @@ const VERDICTS = {
 function planBody() {
   const body = { max_tokens: byId("plan-max").valueAsNumber, concurrency: byId("plan-concurrency").valueAsNumber };
   if (chosen("plan-kind") === "prompt") return { ...body, prompt: byId("plan-prompt").value };
-  return { ...body, tokens: byId("plan-tokens").value.replaceAll(",", "").trim() };
+  // The server counts prompt and answer together; what is no number it explains better itself.
+  const prompt = parseTokens(byId("plan-tokens").value);
+  const tokens = prompt == null ? byId("plan-tokens").value : prompt + body.max_tokens;
+  return { tokens, concurrency: body.concurrency };
 }
 
 async function showPlan(event) {
