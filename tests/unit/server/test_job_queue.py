@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from tests.helpers.jobs import (
     Work,
     answer,
     chunks_of,
+    eventually,
     go,
     like,
     post,
@@ -44,49 +45,48 @@ def test_a_job_waits_while_the_engine_is_full_or_away(tmp_path: Path) -> None:
     go(main())
 
 
-def test_a_job_that_no_engine_survives_is_given_up_and_runs_alone(tmp_path: Path) -> None:
-    """The other job, which died with it at first, is not taken along to the end."""
-    beside: list[int] = []
-
+def test_a_job_that_no_engine_survives_is_given_up(tmp_path: Path) -> None:
     async def main() -> None:
-        died = asyncio.Event()
-        alive: set[str] = set()
-
-        class Deadly(Work):
-            async def events(self) -> AsyncIterator[Any]:
-                alive.add("deadly")
-                await asyncio.sleep(0.02)
-                beside.append(len(alive))
-                died.set()
-                alive.discard("deadly")
-                raise DIED
-                yield
-
-        class Innocent(Work):
-            async def events(self) -> AsyncIterator[Any]:
-                alive.add("innocent")
-                died.clear()
-                try:
-                    await asyncio.sleep(0.01)
-                    if "deadly" in alive:
-                        await died.wait()
-                        raise DIED
-                    async for event in super().events():
-                        yield event
-                finally:
-                    alive.discard("innocent")
-
-        host_script = lambda n: kinds[host.begun[n]["body"]]("completions", said("fine"))  # noqa: E731
-        kinds = {b"deadly": Deadly, b"innocent": Innocent}
-        async with running(tmp_path, host_script) as (jobs, host):
-            deadly, innocent = await post(jobs, body="deadly"), await post(jobs, body="innocent")
-            done, failed = await until(jobs, innocent, "completed", "failed"), await until(jobs, deadly, "failed")
-            assert done.state == "completed" and done.attempts <= 3
-            assert failed.attempts == job_queue.MAX_ATTEMPTS
+        async with running(tmp_path, lambda n: DIED if n == 2 else Work("completions", [DIED])) as (jobs, host):
+            failed = await until(jobs, await post(jobs), "failed", "completed")
+            assert (failed.attempts, len(host.begun)) == (job_queue.MAX_ATTEMPTS, job_queue.MAX_ATTEMPTS)
             with pytest.raises(ApiError, match=r"given up after 5 runs.*the engine died") as error:
                 await jobs.result(failed)
             assert (error.value.status, error.value.code) == (500, "job_given_up")
-            assert beside[-3:] == [1, 1, 1]
+
+    go(main())
+
+
+def test_a_job_that_may_kill_engines_has_no_other_beside_it(tmp_path: Path) -> None:
+    """Two runs end with the engine; the third waits until it is alone, and then nothing else begins."""
+
+    async def main() -> None:
+        first, second = asyncio.Event(), asyncio.Event()
+        gates, deaths = {b"innocent": first, b"suspect": second}, 0
+
+        def script(n: int) -> Any:
+            nonlocal deaths
+            body = host.begun[n]["body"]
+            if body == b"suspect" and deaths < job_queue.ATTEMPTS_TOGETHER:
+                deaths += 1
+                return Work("completions", [DIED])
+            return answer("x", *filter(None, [gates.get(body)]))
+
+        async with running(tmp_path, script, max_running_jobs=3) as (jobs, host):
+            innocent = await until(jobs, await post(jobs, body="innocent"), "running")
+            suspect = await post(jobs, body="suspect")
+            await eventually(lambda: deaths == 2)
+            await asyncio.sleep(0.05)
+            assert len(host.begun) == 3
+            first.set()
+            await until(jobs, innocent, "completed")
+            await until(jobs, suspect, "running")
+            late = await post(jobs, body="late")
+            await asyncio.sleep(0.05)
+            assert len(host.begun) == 4
+            second.set()
+            assert (await until(jobs, suspect, "completed")).attempts == 3
+            await until(jobs, late, "completed")
 
     go(main())
 
@@ -229,6 +229,7 @@ def test_a_disk_that_fails_for_a_while_delays_a_job_and_loses_nothing(
             job = await post(jobs)
             done = await until(jobs, job, "completed")
             assert failures == {"start": 0, "append": 0, "finish": 0}
+            assert done.attempts == 1, "trying to write is no try of the job"
             assert await stream(jobs, done) == like(await chunks_of(answer()), job)
 
     go(main())
