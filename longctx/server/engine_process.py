@@ -19,7 +19,6 @@ from longctx.errors import LongctxError, RequestError
 from longctx.events import Event
 from longctx.loop import EngineLoop
 from longctx.server.logs import configure_child
-from longctx.server import logs
 from longctx.server.messages import (
     Accepted,
     Answer,
@@ -53,7 +52,7 @@ def main(fd: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
     faulthandler.enable()
-    logs.configure_child()
+    configure_child()
     connection = Connection(fd)
     try:
         [config] = connection.recv()
