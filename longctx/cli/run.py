@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from longctx.cli.batch import BatchJob, run_batch
+from longctx.cli.interrupt import cancelling_on_interrupt
 from longctx.cli.progress import JobProgress, LoadProgress, Meter, say, stderr_console
 from longctx.cli.prompt import checked_text, read_prompt
 from longctx.cli.report import Answer, json_report, plan_line, usage_line
@@ -46,12 +45,19 @@ class Job:
 
 
 def run(
+    context: typer.Context,
     model: Annotated[str, typer.Argument(metavar="MODEL", help="built-in name, folder, .gguf file or hub id")],
     prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="the prompt itself")] = None,
     prompt_file: Annotated[str | None, typer.Option(metavar="FILE", help="read it from a file; - is stdin")] = None,
     ask: Annotated[
         list[str] | None,
         typer.Option(metavar="TEXT", help="a question put after the prompt; again for the next on the same prompt"),
+    ] = None,
+    batch: Annotated[
+        str | None, typer.Option(metavar="FILE", help="answer all requests of a file of OpenAI's batch lines")
+    ] = None,
+    out: Annotated[
+        str | None, typer.Option(metavar="FILE", help="with --batch: where results go; one that is there goes on")
     ] = None,
     chat: Annotated[
         bool | None, typer.Option("--chat/--raw", help="use the chat template or not; by default if there is one")
@@ -88,9 +94,16 @@ def run(
 
     With --ask the prompt is a document that is read once: each question is put after it and only its own tokens are
     computed. Without a chat template it follows exactly as given, with nothing between. Ctrl-C ends the answer.
+
+    With --batch every line of FILE is a request ({custom_id, method, url, body}) and gets a line of results, errors
+    included. Started again with the same --out it skips what has a result.
     """
-    document = read_prompt(prompt, prompt_file)
-    if logprobs is not None and not as_json:
+    if batch is not None:
+        _check_batch(context, out, as_json)
+    elif out is not None:
+        raise LongctxError("--out is for the results of --batch: an answer goes to stdout")
+    document = read_prompt(prompt, prompt_file) if batch is None else ""
+    if logprobs is not None and not as_json and batch is None:
         raise LongctxError(f"--logprobs {logprobs} needs --json: there is no place for them in the text")
     params = SamplingParams(
         max_tokens=None if max_tokens is None else parse_tokens(max_tokens, "--max-tokens"),
@@ -118,10 +131,13 @@ def run(
         "unverified_model": unverified_model,
         "deterministic": deterministic,
         # One question at a time: the pool need not hold the windows of more.
-        "max_running": 1,
+        **({"max_running": 1} if batch is None else {}),
     }
     # Refused now rather than after the seconds that loading takes.
     EngineConfig.from_options(model, **options)
+    if batch is not None:
+        finished = run_batch(BatchJob(model, batch, out, options, as_json), stderr_console())
+        raise typer.Exit(0 if finished else EXIT_INTERRUPTED)
     job = Job(model, document, _questions(ask or ()), params, options, chat, as_json)
     raise typer.Exit(run_job(job, stderr_console()))
 
@@ -216,29 +232,25 @@ def answer(
     return Answer(question, request.seed, end, None if params.logprobs is None else tuple(logprobs))
 
 
-@contextmanager
-def cancelling_on_interrupt(cancel: Callable[[], None]) -> Iterator[None]:
-    """The first Ctrl-C inside calls `cancel`; a second one interrupts as usual.
-
-    A flag rather than an exception: raised between two events it could lose one, the last included.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def on_signal(_number: int, _frame: object) -> None:
-        signal.signal(signal.SIGINT, before)
-        cancel()
-
-    before = signal.signal(signal.SIGINT, on_signal)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 def _questions(texts: Sequence[str]) -> tuple[str, ...]:
     for number, text in enumerate(texts, start=1):
         if not checked_text(text, f"--ask number {number}"):
             raise LongctxError(f"--ask number {number} is empty: give at least one character")
     return tuple(texts)
+
+
+_OF_ONE_PROMPT = (
+    *("prompt", "prompt_file", "ask", "chat", "max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "logprobs"),
+)
+
+
+def _check_batch(context: typer.Context, out: str | None, as_json: bool) -> None:
+    """Refuse what every request of a batch says for itself."""
+    for name in _OF_ONE_PROMPT:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name != "DEFAULT":
+            flag = "--chat or --raw" if name == "chat" else f"--{name.replace('_', '-')}"
+            raise LongctxError(f"{flag} and --batch do not go together: each request of the file has its own")
+    if as_json and out is None:
+        raise LongctxError("--json with --batch needs --out: without it the results are on stdout")
