@@ -28,14 +28,13 @@ log = logging.getLogger(__name__)
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions", "responses": "/v1/responses"}
 
-HEAD_S = 0.1
-"""A stream's head leaves after this long at most, even when its body is so large that it is still being read."""
-
 LARGE_BODY_BYTES = 2**20
-"""Up to this size a stream waits for the verdict on its body, so that a refusal has its own status."""
+HEAD_S, PATIENCE_S = 0.1, 5.0
+"""A stream's head leaves after this long at most, though its body is still being read: a large one's at once, another's
+when something holds its reading up, since a refusal is better told by a status than in the stream."""
 
 EDGE_BYTES = 64 * 1024
-"""Where a large body's short fields are: its one long field is a prompt or messages."""
+"""Where a body's short fields are, if it has more than this: its one long field is a prompt or messages."""
 
 SLICE_BYTES = 256 * 1024
 
@@ -78,13 +77,14 @@ async def _answer(
 ) -> Response:
     """The response to one body. A stream closes the departure when it ends; a whole answer is made by then."""
     state, ping_s = request.state, service.settings.ping_s
-    edges = bytes(body[:EDGE_BYTES]) + bytes(body[-EDGE_BYTES:]) if len(body) > LARGE_BODY_BYTES else b""
+    edges = bytes(body[:EDGE_BYTES]) + bytes(body[-EDGE_BYTES:]) if len(body) > EDGE_BYTES else b""
+    patience_s = HEAD_S if len(body) > LARGE_BODY_BYTES else PATIENCE_S
     beginning = asyncio.ensure_future(
         service.begin(endpoint, body, tenant=state.tenant, request_id=state.request_id, alias=state.client_request_id)
     )
     del body  # megabytes, which whoever reads them may drop early
     try:
-        is_begun = await departure.wait_for(beginning, HEAD_S if _STREAM.search(edges) else None)
+        is_begun = await departure.wait_for(beginning, patience_s if _STREAM.search(edges) else None)
     except BaseException:
         await _abandon(beginning)
         raise

@@ -129,13 +129,3 @@ def tokenizing(endpoint: str, model: str, id: str, created: int) -> dict[str, An
     """The first chunk of a stream whose prompt is still being read; not for responses, which first must be created."""
     renderer = RENDERERS[endpoint](Prepared(endpoint, (), ReplyOptions(model)), id, created, (), None)
     return renderer.progress(0, ProgressEvent(id, "tokenizing", 0, 0, 0, 0.0, None))
-
-
-def chunks(running: Source) -> AsyncGenerator[dict[str, Any], None]:
-    """`Reply.chunks`, for who needs nothing else."""
-    return Reply(running).chunks()
-
-
-async def collect(running: Source) -> dict[str, Any]:
-    """`Reply.collect`, for who needs nothing else."""
-    return await Reply(running).collect()

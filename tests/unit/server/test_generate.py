@@ -178,6 +178,22 @@ def test_a_large_refusal_that_comes_soon_has_its_status() -> None:
     run(test)
 
 
+def test_a_middling_streams_head_waits_for_the_verdict_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate, "PATIENCE_S", 0.4)
+    body = b'{"stream": true, "prompt": "' + b"x" * 100_000 + b'"}'
+
+    async def test(service: Service, client: FakeClient, preparer: FakePreparer) -> None:
+        preparer.gate = asyncio.Event()
+        call = Call(service, "/v1/completions", body)
+        await asyncio.sleep(0.2)
+        assert call.status is None
+        await until(lambda: call.status == 200)
+        call.gone.set()
+        await call.task
+
+    run(test, options={"stream": True})
+
+
 def test_a_prompt_that_speaks_of_streams_is_none() -> None:
     async def test(service: Service, client: FakeClient, preparer: FakePreparer) -> None:
         prompt = json.dumps({"prompt": '"stream": true' + "x" * LARGE_BODY_BYTES + '"stream": true'}).encode()

@@ -120,11 +120,11 @@ def test_collecting_delivers_nothing(endpoint: str) -> None:
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
 def test_restart_before_anything_was_sent(endpoint: str) -> None:
-    half = said("👍")[:2]
-    again = [*half, (0, Restarted("r")), progressed(1), *said("👍 ok")]
-    running = FakeRunning(endpoint, again, logprobs=None)
-    chunks = chunks_of(running)
-    assert shown(endpoint, chunks) == "👍 ok"
+    # Held back: half a character, or what may become a call.
+    held = said("👍")[:2] if endpoint == "completions" else said("<tool")[:-1]
+    again = [*held, (0, Restarted("r")), progressed(1), *said("👍 ok")]
+    options: dict[str, Any] = {} if endpoint == "completions" else {"tools": ("look_up",)}
+    assert shown(endpoint, chunks_of(FakeRunning(endpoint, again, **options))) == "👍 ok"
     collected = FakeRunning(endpoint, [*said("thrown away")[:-1], (0, Restarted("r")), *said("kept")])
     assert text_of(endpoint, whole_of(collected)) == "kept"
 
