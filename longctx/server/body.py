@@ -79,12 +79,10 @@ def check(kind: type[B], fields: dict[str, Any]) -> B:
     """Fields to their model. The first thing that is wrong is named, as OpenAI names it."""
     if len(fields) > MAX_FIELDS:
         raise ApiError(400, f"the body has more than {MAX_FIELDS:,} fields")
-    unknown = next((name for name in fields if name not in kind.model_fields), None)
-    if unknown is not None:
-        name = clip(unknown, 64)
-        raise ApiError(400, f"Unrecognized request argument supplied: {name}", code="unknown_parameter", param=name)
+    known = kind.model_fields
+    given = {name: _drop_nulls(value) for name, value in fields.items() if value is not None or name not in known}
     try:
-        return kind.model_validate({name: _drop_nulls(value) for name, value in fields.items() if value is not None})
+        return kind.model_validate(given)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         raise _refusal(first["type"], first["loc"], first["msg"]) from None

@@ -65,6 +65,7 @@ BAD: dict[str, tuple[str, bytes, str]] = {
     "null": ("completions", b"null", "must be a JSON object, got null"),
     # Names.
     "unknown field": ("completions", text_body(temprature=1), "Unrecognized request argument supplied: temprature"),
+    "unknown field that is null": ("completions", text_body(temprature=None), "supplied: temprature"),
     "unknown long field": ("completions", text_body(**{MARK * 5000: 1}), "Unrecognized request argument"),
     "field with a line end": ("completions", text_body(**{"a\r\nb": 1}), "supplied: a  b"),
     "a chat's field": ("completions", text_body(messages=HELLO), "argument supplied: messages"),
