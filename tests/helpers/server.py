@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +178,40 @@ def is_alive(pid: int) -> bool:
 def rss_bytes(pid: int) -> int:
     """Resident memory of a process."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def until(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
+    """Wait for a condition; its value."""
+    end = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < end, "it did not come to pass"
+        time.sleep(0.02)
+    return value
+
+
+def metrics(client: httpx.Client) -> dict[str, float]:
+    """Every sample of /metrics by its name and labels."""
+    lines = [line for line in client.get("/metrics").text.splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+
+
+def idle(client: httpx.Client) -> bool:
+    """Whether nothing runs and nothing is held: no request, no slot of the cache."""
+    health = client.get("/health").json()
+    held = metrics(client).get('longctx_kv_bytes{state="held",tier="g1"}', 0.0)
+    return health["running_requests"] == 0 and held == 0.0
+
+
+def raw_request(path: str, body: bytes, **headers: str) -> bytes:
+    """A POST as bytes, for clients that misbehave."""
+    lines = [f"POST {path} HTTP/1.1", "Host: localhost", f"Content-Length: {len(body)}"]
+    lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+def all_rss_bytes(server: LiveServer) -> int:
+    """Resident memory of the server and its children."""
+    return rss_bytes(server.pid) + sum(map(rss_bytes, children_of(server.pid)))
 
 
 def words(num: int, seed: int = 0) -> str:
