@@ -10,6 +10,7 @@ import typer
 
 from longctx import __version__
 from longctx.cli.bench import bench
+from longctx.cli.eval import evaluate
 from longctx.cli.plan import plan
 from longctx.cli.pull import pull
 from longctx.cli.route_sim import route_sim
@@ -34,6 +35,7 @@ app = typer.Typer(
 for _command in (run, serve, plan, pull, bench):
     app.command()(_command)
 app.command(name="route-sim")(route_sim)
+app.command(name="eval")(evaluate)
 
 
 def _show_version(wanted: bool) -> None:

@@ -1,0 +1,176 @@
+"""`longctx eval`: whether a model, as this engine or a server runs it, finds and uses what stands in long prompts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from longctx.cli.progress import JobProgress, LoadProgress, Meter, say, stderr_console
+from longctx.errors import EngineError, LongctxError
+from longctx.units import parse_bytes, parse_tokens
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from longctx.evals.target import Target
+    from longctx.events import ProgressEvent
+
+
+def evaluate(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="the suite: niah or tasks")],
+    model: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="as for run; with --url the served model's name")
+    ] = None,
+    url: Annotated[str | None, typer.Option(metavar="URL", help="ask any OpenAI-compatible server instead")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="the server's key")] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="counts tokens for a server that has no /tokenize")
+    ] = None,
+    lengths: Annotated[
+        str | None, typer.Option(metavar="N,...", help="prompt + answer tokens of each cell, such as 4K,32K")
+    ] = None,
+    depths: Annotated[
+        str, typer.Option(metavar="X,...", help="where needles go, from 0, the front, to 1, the end")
+    ] = "0,0.25,0.5,0.75,1",
+    tasks: Annotated[str | None, typer.Option(metavar="NAME,...", help="kinds of question, or all")] = None,
+    haystack: Annotated[
+        str, typer.Option(metavar="SOURCE", help="filler, code, docs, essays, package:NAME, or a file or folder")
+    ] = "filler",
+    samples: Annotated[int, typer.Option(help="tries of each cell")] = 1,
+    seed: Annotated[int, typer.Option(help="same seed, same questions")] = 0,
+    max_tokens: Annotated[
+        str | None, typer.Option(metavar="N", help="the answer's room; by the task if absent")
+    ] = None,
+    warm: Annotated[bool, typer.Option("--warm", help="let cells share cached blocks; else each is read cold")] = False,
+    control: Annotated[
+        str, typer.Option(metavar="one|all|none", help="cells of each length that Hugging Face computes too")
+    ] = "one",
+    chat: Annotated[
+        bool | None, typer.Option("--chat/--raw", help="use the chat template or not; by default if there is one")
+    ] = None,
+    max_model_len: Annotated[str | None, typer.Option(metavar="N", help="the longest request, such as 128K")] = None,
+    rope_scaling: Annotated[str | None, typer.Option(metavar="yarn|linear", help="beyond a model's positions")] = None,
+    chunk_tokens: Annotated[str | None, typer.Option(metavar="N", help="prompt tokens per step; fixes it")] = None,
+    kv_format: Annotated[str, typer.Option(help="how the cache is stored")] = "auto",
+    kv_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="the cache's pool, such as 2GiB")] = None,
+    dtype: Annotated[str, typer.Option(help="arithmetic and weights")] = "auto",
+    load_format: Annotated[str, typer.Option(help="auto, or dummy for random weights")] = "auto",
+    out: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="keep results there; goes on where an earlier run stopped")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object on stdout")] = False,
+) -> None:
+    """Ask questions whose answers stand in the prompt, at exact lengths, and score them by string match.
+
+    Controls tell a model's miss from an engine's: the question without its needle, and the same tokens through Hugging
+    Face in float32. A folder of results is never overwritten.
+    """
+    options = {
+        "max_model_len": None if max_model_len is None else parse_tokens(max_model_len, "--max-model-len"),
+        "rope_scaling": rope_scaling,
+        "chunk_tokens": None if chunk_tokens is None else parse_tokens(chunk_tokens, "--chunk-tokens"),
+        "kv_memory": None if kv_memory is None else parse_bytes(kv_memory, "--kv-memory"),
+        "kv_format": kv_format,
+        "dtype": dtype,
+        "load_format": load_format,
+    }
+    cells = None if lengths is None else tuple(parse_tokens(part, "--lengths") for part in lengths.split(","))
+    places = tuple(_depth(part) for part in depths.split(","))
+    room = None if max_tokens is None else parse_tokens(max_tokens, "--max-tokens")
+    if url is None and model is None:
+        raise LongctxError(f"eval {name} needs a MODEL, such as gemma3-270m, or the --url of a server")
+
+    from longctx.evals.registry import find_suite
+    from longctx.evals.report import table_text
+    from longctx.evals.suite import EvalJob
+
+    suite = find_suite(name)
+    console = stderr_console()
+    job = EvalJob(
+        lengths=cells,
+        depths=places,
+        names=_names(tasks, suite.names),
+        haystack=haystack,
+        samples=samples,
+        seed=seed,
+        max_tokens=room,
+        warm=warm,
+        control=control,
+        out=None if out is None else Path(out).expanduser(),
+        say=lambda line: say(console, line),
+    )
+    with Meter(console) as meter:
+        given = {key: value for key, value in options.items() if value not in (None, "auto")}
+        opened = _server(url, model, api_key, chat, tokenizer) if url else _model(str(model), chat, given, meter)
+        with opened as target:
+            report = suite.run(job, target)
+    if job.out is not None:
+        _picture(report, job.out / "heatmap.png", console)
+    print(json.dumps(report) if as_json else table_text(report))
+    if report["failure"]:
+        raise EngineError(report["failure"])
+
+
+def _depth(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        raise LongctxError(f"--depths {text!r} is no number: give some from 0 to 1, such as 0,0.5,1") from error
+
+
+def _names(text: str | None, known: Any) -> tuple[str, ...] | None:
+    if text is None:
+        return None
+    return tuple(known) if text == "all" else tuple(part.strip() for part in text.split(","))
+
+
+@contextmanager
+def _model(name: str, chat: bool | None, options: dict[str, Any], meter: Meter) -> Iterator[Target]:
+    from longctx import LLM
+    from longctx.evals.target import LLMTarget
+
+    def show(event: ProgressEvent) -> None:
+        if event.stage == "queued":
+            return
+        progress = shown.get(event.request_id)
+        if progress is None:
+            shown.clear()
+            progress = shown[event.request_id] = JobProgress(meter)
+        progress.prefill(event)
+
+    shown: dict[str, JobProgress] = {}
+    with LLM(name, progress=LoadProgress(meter), max_running=1, **options) as llm:
+        meter.close()
+        yield LLMTarget(llm, name, chat, options, show)
+
+
+@contextmanager
+def _server(
+    url: str, model: str | None, api_key: str | None, chat: bool | None, tokenizer: str | None
+) -> Iterator[Target]:
+    try:
+        from longctx.evals.url_target import URLTarget
+    except ModuleNotFoundError as error:
+        raise LongctxError(f"--url needs the package {error.name}: pip install 'longctx-engine[evals]'") from error
+
+    target = URLTarget(url, model, api_key=api_key, chat=chat, tokenizer=tokenizer)
+    try:
+        yield target
+    finally:
+        target.close()
+
+
+def _picture(report: dict[str, Any], path: Path, console: Console) -> None:
+    if path.exists():
+        return
+    try:
+        from longctx.evals.heatmap import write_heatmap
+    except ModuleNotFoundError as error:
+        say(console, f"no {path.name}: it needs the package {error.name}, pip install 'longctx-engine[evals]'")
+        return
+    write_heatmap(report, path)
