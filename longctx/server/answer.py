@@ -62,23 +62,19 @@ class Answer:
         """The next token. The piece is empty, and nothing is to be sent, unless the token completes some text."""
         if self._speller is not None:
             self._held.append(self._speller.take(event.token_id, event.logprobs))
-        parts = self._parts_of(event.text)
+        self._length += len(event.text)
+        if self._parser is not None:
+            parts = self._parser.add(event.text)
+        else:
+            parts = [event.text] if event.text else []
         return self._piece(parts, [entry for entry in self._held if entry.offset < self._length] if parts else [])
 
     def close(self, event: FinishEvent) -> Piece:
-        """The end: the text that was still held, and the last tokens, which may have none."""
+        """The end: what may have become a call and did not, and the last tokens, which may have no text."""
         self.finish = event
-        parts = self._parts_of(event.text[self._length :])
-        if self._parser is not None:
-            parts += self._parser.finish()
         stopped = event.reason == "stop"
-        return self._piece(parts, [e for e in self._held if e.offset < self._length or not stopped])
-
-    def _parts_of(self, text: str) -> list[str | ToolCall]:
-        self._length += len(text)
-        if self._parser is not None:
-            return self._parser.add(text)
-        return [text] if text else []
+        entries = [entry for entry in self._held if entry.offset < self._length or not stopped]
+        return self._piece(self._parser.finish() if self._parser is not None else [], entries)
 
     def _piece(self, parts: list[str | ToolCall], entries: list[Entry]) -> Piece:
         self._held = self._held[len(entries) :]

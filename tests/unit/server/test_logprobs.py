@@ -114,6 +114,22 @@ def test_tokens_of_the_end_are_left_out() -> None:
         assert tokens == ["a", "b"]
 
 
+def test_a_token_waits_for_its_text() -> None:
+    """The second y may begin the stop string when the first one is certain; when it does, it was never shown."""
+    ids = byte_level_tokenizer().convert_tokens_to_ids(["key", "y", "z"])
+    events = generated(ids, stop=["yz"], logprobs=some(ids))
+    lists = [c["logprobs"] for k in chunks_of(FakeRunning("completions", events, logprobs=0)) for c in k["choices"]]
+    assert [part["tokens"] for part in lists] == [["key"], [], []]
+
+
+def test_a_last_token_without_text_is_shown_if_it_did_not_end_the_answer() -> None:
+    tokenizer = byte_level_tokenizer()
+    ids = [*ids_of("a"), *tokenizer.convert_tokens_to_ids(["<|start|>"])]
+    whole = whole_of(FakeRunning("completions", generated(ids, reason="length", logprobs=some(ids)), logprobs=0))
+    assert whole["choices"][0]["text"] == "a"
+    assert whole["choices"][0]["logprobs"]["tokens"] == ["a", "<|start|>"]
+
+
 def test_half_a_character_at_the_end_is_shown() -> None:
     ids = ids_of("a🦜")[:-1]
     whole = whole_of(FakeRunning("chat", generated(ids, logprobs=some(ids)), logprobs=0))
