@@ -14,7 +14,8 @@ from longctx.server.schema import Body
 from longctx.server.text_side import clip
 
 MAX_CONTAINERS = 500_000
-"""Objects and lists in one body; a parsed one takes up to forty times the bytes that it was sent in."""
+MAX_STRINGS = 1_000_000
+"""Objects and lists, and strings, in one body; a parsed one takes up to forty times the bytes that it was sent in."""
 
 SPARE_VALUES = 1_000_000
 """Values in one body beside the token ids of its prompts."""
@@ -121,11 +122,31 @@ def _refusal(kind: str, location: tuple[int | str, ...], message: str) -> ApiErr
 
 
 def _check_size(body: bytes, max_values: int) -> None:
-    """Refuse what would be parsed into far more memory than it was sent in; looks twice only at suspects."""
-    if body.count(b"{") + body.count(b"[") <= MAX_CONTAINERS and body.count(b",") <= max_values:
+    """Refuse what would be parsed into far more memory than it was sent in; looks twice only at suspects.
+
+    What stands inside a string costs nothing more, so a long prompt may be full of braces and quotes.
+    """
+    quotes = body.count(b'"')
+    if quotes - body.count(b'\\"') > 2 * MAX_STRINGS:  # not fewer than these begin or end one
+        raise bad(f"the body has more than {MAX_STRINGS:,} strings")
+    many = quotes > 2 * MAX_STRINGS or _opened(body, 0, len(body)) > MAX_CONTAINERS
+    if not many and body.count(b",") <= max_values:
         return
-    bare = _STRING.sub(b"", body)
-    if bare.count(b"{") + bare.count(b"[") > MAX_CONTAINERS:
+    opened = values = end = 0
+    for number, match in enumerate(_STRING.finditer(body)):
+        opened += _opened(body, end, match.start())
+        values += body.count(b",", end, match.start())
+        end = match.end()
+        if number >= MAX_STRINGS:
+            raise bad(f"the body has more than {MAX_STRINGS:,} strings")
+        if opened > MAX_CONTAINERS or values > max_values:
+            break
+    if opened + _opened(body, end, len(body)) > MAX_CONTAINERS:
         raise bad(f"the body has more than {MAX_CONTAINERS:,} objects and lists")
-    if bare.count(b",") > max_values:
+    if values + body.count(b",", end) > max_values:
         raise bad(f"the body has more than {max_values:,} values", code="context_length_exceeded")
+
+
+def _opened(body: bytes, start: int, end: int) -> int:
+    """How many objects and lists begin in a part of a body that has no strings."""
+    return body.count(b"{", start, end) + body.count(b"[", start, end)

@@ -198,6 +198,12 @@ HUGE: dict[str, tuple[str, Any, str]] = {
         lambda: b'{"prompt": [' + b"{}," * 10**6 + b"1]}",
         "500,000 objects and lists",
     ),
+    "2,000,000 strings": ("completions", lambda: b'{"prompt": [' + b'"",' * 2 * 10**6 + b"1]}", "1,000,000 strings"),
+    "objects after strings": (
+        "completions",
+        lambda: b'{"prompt": [' + b'"{",' * 1000 + b"{}," * 600_000 + b'"]"]}',
+        "500,000 objects and lists",
+    ),
     "1,000,000 ids": ("completions", lambda: text_body(prompt=[1] * 10**6), "1,000,000 tokens"),
     "more values than any prompt has": ("completions", lambda: b"[" + b"1," * 2_000_000 + b"1]", "values"),
     "1,000 prompts": ("completions", lambda: text_body(prompt=["a"] * 1000), "more than the 64 choices"),
@@ -239,6 +245,13 @@ def test_a_huge_bad_body_is_refused_before_it_costs_anything(name: str) -> None:
         best_s = min(best_s, time.process_time() - start_s)
     assert_decent(error, words)
     assert best_s < 0.1
+
+
+def test_a_long_prompt_may_be_full_of_what_json_is_made_of() -> None:
+    code = '{"a": [1, {"b": "c"}]}, ' * 300_000
+    with pytest.raises(ApiError, match="in its first"):  # it is read, and then counted
+        prepare_body("completions", text_body(prompt=code))
+    assert prepare_body("completions", text_body(prompt="a", metadata={"dump": code})).works
 
 
 def test_the_table_is_as_long_as_promised() -> None:
