@@ -99,7 +99,10 @@ def _message(message: dict[str, Any], where: str, traits: TemplateTraits) -> dic
         if message.get(name) is not None:
             raise bad(f"{where}.{name} is not supported: send text and tool_calls", f"{where}.{name}")
     calls = message.get("tool_calls") or None
-    out: dict[str, Any] = {"role": role, "content": _content(message.get("content"), where, optional=calls is not None)}
+    out: dict[str, Any] = {
+        "role": role,
+        "content": _content(message.get("content"), where, optional=role == "assistant"),
+    }
     for name in _KEPT:
         if (value := message.get(name)) is not None:
             if not isinstance(value, str):

@@ -150,6 +150,11 @@ def test_text_parts_are_joined_and_developers_become_systems() -> None:
     assert "<|start|>developer" in rendered(chat([{"role": "developer", "content": "be"}], knows))
 
 
+def test_an_empty_answer_may_be_sent_back() -> None:
+    messages = [*HELLO, {"role": "assistant", "content": None}, {"role": "user", "content": "again"}]
+    assert "<|start|>assistant\n<|end|>" in rendered(chat(messages))
+
+
 def test_the_answer_may_go_on_with_the_last_message() -> None:
     begun = [*HELLO, {"role": "assistant", "content": "The key is"}]
     assert rendered(chat(begun, continue_final_message=True)).endswith("The key is")
