@@ -166,7 +166,7 @@ def prompt_of(num: int, tops: int = 2) -> PromptLogprobs:
 
 
 @pytest.mark.parametrize("text", ["the key 🦜", "é"])
-@pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])
+@pytest.mark.parametrize("name", ["byte_level", "byte_fallback", "byte_fallback_stripped"])
 def test_an_echoed_prompts_lists(name: str, text: str) -> None:
     tokenizer = TOKENIZERS[name]
     prompt, ids = ids_of(text, tokenizer), ids_of("the x", tokenizer)
