@@ -28,7 +28,8 @@ _NAME = re.compile(r"[a-zA-Z0-9_.\-]{1,256}")
 # Names that are arguments of the template's caller and no variables of a conversation.
 _RESERVED = {
     *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
-    *("messages", "bos_token", "eos_token", "unk_token", "pad_token", "raise_exception", "strftime_now"),
+    *("messages", "param", "tokenizer"),
+    *("bos_token", "eos_token", "unk_token", "pad_token", "raise_exception", "strftime_now"),
 }
 
 

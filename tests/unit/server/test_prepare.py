@@ -192,6 +192,14 @@ def test_template_variables_that_the_template_does_not_read_are_named() -> None:
 
 
 @pytest.mark.parametrize(
+    "name", ["messages", "tools", "param", "tokenizer", "self", "tokenize", "add_generation_prompt"]
+)
+def test_variables_cannot_take_the_place_of_arguments(name: str) -> None:
+    with pytest.raises(ApiError, match=f"cannot set {name}"):
+        chat(template=CHAT + "{{" + name + "}}", chat_template_kwargs={name: []})
+
+
+@pytest.mark.parametrize(
     ("fields", "words"),
     [
         ({"store": True}, "store has no effect"),
