@@ -12,10 +12,11 @@ from longctx.evals.bench import (
     prefill,
     prefix,
     replay,
+    serve,
 )
 from longctx.evals.bench.job import Bench
 
 BENCHES: dict[str, Bench] = {
     module.BENCH.name: module.BENCH
-    for module in (machine_limits, prefill, decode, prefix, mixed, multiturn, concurrency, replay, needle)
+    for module in (machine_limits, prefill, decode, prefix, mixed, multiturn, concurrency, replay, serve, needle)
 }

@@ -53,6 +53,7 @@ def _add_models(routes: APIRouter, service: Service) -> None:
             "parent": None,
             "max_model_len": info.max_positions,
             "longest_request": info.longest_request,
+            "vocab_size": info.vocab_size,
             "kv_format": info.kv_format,
             "dtype": info.dtype,
         }
