@@ -54,6 +54,7 @@ COMMANDS = {
         "--jobs-dir",
         "--job-ttl",
         "--max-jobs",
+        "--max-running-jobs",
         "--ping-seconds",
         "--log-format",
         "--log-prompts",

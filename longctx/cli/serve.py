@@ -56,6 +56,7 @@ def serve(
         str, typer.Option(metavar="TIME", help="how long a job's result is kept, such as 7d, 12h")
     ] = "7d",
     max_jobs: Annotated[int, typer.Option(help="jobs kept at most")] = 1000,
+    max_running_jobs: Annotated[int, typer.Option(help="jobs that run at the same time, beside other requests")] = 2,
     ping_seconds: Annotated[float, typer.Option(help="silence in a stream before a ping is sent")] = 10.0,
     log_format: Annotated[str, typer.Option(metavar="text|json", help="how the log is written")] = "text",
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="write prompts to the log")] = False,
@@ -105,6 +106,7 @@ def serve(
         jobs_dir=jobs_dir,
         job_ttl_s=parse_seconds(job_ttl, "--job-ttl"),
         max_jobs=max_jobs,
+        max_running_jobs=max_running_jobs,
         ping_s=ping_seconds,
         log_format=log_format,
         log_prompts=log_prompts,

@@ -56,8 +56,23 @@ def take_order(raw: bytes | bytearray, text: TextSide, limits: Limits, info: Mod
     if fields.get("stream") in (None, False):
         fields["stream"] = True
     body = dumps(fields).encode()
-    warnings = prepare(endpoint, body, text, limits, info).options.warnings
-    return Order(endpoint, body, hashlib.sha256(asked.encode()).digest(), request.ttl_s, key, warnings)
+    prepared = prepare(endpoint, body, text, limits, info)
+    for work in prepared.works:
+        _check_length(len(work.token_ids), work.params.max_tokens, info.longest_request)
+    digest = hashlib.sha256(asked.encode()).digest()
+    return Order(endpoint, body, digest, request.ttl_s, key, prepared.options.warnings)
+
+
+def _check_length(num_prompt_tokens: int, max_tokens: int | None, longest: int) -> None:
+    """What the engine checks when a request is sent to it, which for a job may be hours later."""
+    total = num_prompt_tokens + (1 if max_tokens is None else max_tokens)
+    if total > longest:
+        raise bad(
+            f"prompt of {num_prompt_tokens:,} + max_tokens {max_tokens or 1:,} = {total:,} tokens, the longest request "
+            f"that this server takes has {longest:,}: set max_tokens to at most {longest - num_prompt_tokens:,}",
+            "max_tokens",
+            "context_length_exceeded",
+        )
 
 
 def check_key(key: str | None, name: str) -> str | None:
