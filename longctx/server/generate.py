@@ -68,6 +68,7 @@ def _add(routes: APIRouter, service: Service, endpoint: str, path: str) -> None:
         methods=["POST"],
         name=endpoint,
         summary=f"OpenAI's {path}, streamed or not",
+        responses={200: {"description": "The answer", "content": {"application/json": {}, "text/event-stream": {}}}},
         openapi_extra=json_body(endpoint),
     )
 

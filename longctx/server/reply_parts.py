@@ -14,6 +14,9 @@ from longctx.server.errors import ApiError
 from longctx.server.logprobs import PromptText
 from longctx.server.work import Prepared
 
+MOST_AT_ONCE = 512
+"""Tokens whose logprobs the event loop turns into JSON values by itself: some milliseconds."""
+
 TIERS = ("g1", "g2", "g3", "g4")
 
 
@@ -112,7 +115,10 @@ class Renderer(ABC):
     @property
     def is_heavy(self) -> bool:
         """Whether `whole` takes too long for the event loop."""
-        return any(end.prompt_logprobs is not None for end in self.ends)
+        if any(end.prompt_logprobs is not None for end in self.ends):
+            return True
+        tokens = sum(end.usage.completion_tokens for end in self.ends)
+        return self.options.logprobs is not None and tokens > MOST_AT_ONCE
 
     def opening(self) -> list[dict[str, Any]]:
         """What a stream sends before anything has happened."""

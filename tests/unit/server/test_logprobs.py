@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from openai.types.responses import Response
 from longctx.events import PromptLogprobs, TokenLogprobs
 from longctx.server.json_pieces import dumps, json_pieces
 from longctx.server.logprobs import TokenSpeller
+from longctx.server.reply_completions import CompletionsRenderer
 from tests.helpers.fake_running import FakeRunning, chunks_of, generated, said, whole_of
 from tests.helpers.tokenizers import byte_fallback_tokenizer, byte_level_tokenizer, unigram_tokenizer
 
@@ -201,6 +203,18 @@ def test_an_added_bos_is_no_text() -> None:
         tokenizer.bos_token = None
 
 
+def test_offsets_stay_inside_the_echo() -> None:
+    """A normalizer may write more than it read."""
+    running = FakeRunning(
+        "completions",
+        said("x", prompt_logprobs=prompt_of(4), logprobs=some([1])),
+        prompts=[ids_of("abcd")],
+        echo=("ab",),
+        logprobs=0,
+    )
+    assert whole_of(running)["choices"][0]["logprobs"]["text_offset"] == [0, 1, 2, 2, 2]
+
+
 def test_prompt_logprobs_without_echo_are_by_id() -> None:
     prompt = ids_of("abc")
     for endpoint in ("completions", "chat"):
@@ -211,6 +225,24 @@ def test_prompt_logprobs_without_echo_are_by_id() -> None:
         assert rows[1][str(prompt[1])] == {"logprob": -1.0, "rank": None, "decoded_token": "b"}
         assert rows[1]["5"]["rank"] == 1
         assert b'"rank":null' in b"".join(json_pieces(whole))
+
+
+def test_many_logprobs_are_not_the_event_loops_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[bool] = []
+    whole = CompletionsRenderer.whole
+
+    def watched(self: CompletionsRenderer) -> Any:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return whole(self)
+
+    monkeypatch.setattr(CompletionsRenderer, "whole", watched)
+    for num, logprobs in ((10, 0), (600, None), (600, 0)):
+        ids = [ids_of("a")[0]] * num
+        whole_of(FakeRunning("completions", generated(ids, logprobs=some(ids)), logprobs=logprobs))
+    whole_of(
+        FakeRunning("completions", said("x", prompt_logprobs=prompt_of(3)), prompts=[[5, 6, 7]], prompt_logprobs=2)
+    )
+    assert threads == [True, True, False, False]
 
 
 def test_a_huge_prompt_is_written_slice_by_slice() -> None:
