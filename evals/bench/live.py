@@ -76,8 +76,8 @@ class Live:
         **options: Any,
     ) -> Streamed:
         """A streamed completion; `seen` is called after every event, and False closes the connection."""
-        body = {"model": self.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True}
-        body |= {"stream_options": {"include_usage": True}, "return_progress": True, **options}
+        body: dict[str, Any] = {"model": self.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+        body |= {"stream": True, "stream_options": {"include_usage": True}, "return_progress": True, **options}
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600.0)
         data = json.dumps(body).encode()
         result = Streamed(time.perf_counter())

@@ -40,7 +40,8 @@ class URLPeer:
     def prefill(self, ids: Sequence[int]) -> ReadThere:
         """Read a prompt cold; raises `EngineError` if the server took any of it from its cache."""
         start_s = time.perf_counter()
-        first_s, usage = None, {}
+        first_s: float | None = None
+        usage: dict[str, Any] = {}
         for at_s, chunk in self._stream(ids, 1):
             if first_s is None and chunk.get("choices"):
                 first_s = at_s
@@ -55,7 +56,8 @@ class URLPeer:
     def decode(self, prompt: ReadThere, num_tokens: int) -> tuple[list[float], None]:
         """The mean step, `num_tokens` times: a server may send several tokens in one chunk or none for half a
         character."""
-        times, usage = [], {}
+        times: list[float] = []
+        usage: dict[str, Any] = {}
         for at_s, chunk in self._stream(prompt.ids, num_tokens + 1):
             if chunk.get("choices"):
                 times.append(at_s)

@@ -18,7 +18,8 @@ def bench(
     name: Annotated[
         str,
         typer.Argument(
-            metavar="NAME", help="limits, prefill, decode, prefix, mixed, multiturn, concurrency, replay, serve or needle"
+            metavar="NAME",
+            help="limits, prefill, decode, prefix, mixed, multiturn, concurrency, replay, serve or needle",
         ),
     ],
     model: Annotated[
