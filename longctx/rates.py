@@ -30,6 +30,8 @@ ATTENTION_SHARE = 0.5
 """First guess of the speed of attention beside the measured product and stream."""
 CHUNK_MULTIPLE = 16
 FILE_VERSION = 1
+OVERRUN_UP, OVERRUN_DOWN, MOST_OVERRUN = 0.3, 0.03, 2.0
+"""Quick to believe that steps take long, slow to forget it, and one that took ages counts no more than twice."""
 
 
 @dataclass
@@ -40,14 +42,17 @@ class Rates:
     - a step with prefill rows: a + b n + c Q, n all their tokens and Q = sum of n (start + n/2), the causal pairs.
       Window layers cost the same for every token past their window, so their share is part of b;
     - a step of decodes alone: a' + d rows + e context. In a mixed step the decodes add d rows + e context.
-    `reach` is the furthest position a measured prefill got to. `tiers` are bytes per second by tier name. Not safe for
-    concurrent writers; the engine's loop is the only one.
+    `reach` is the furthest position a measured prefill got to. `tiers` are bytes per second by tier name. `overrun` is
+    how many times longer than predicted steps with prefills and decodes take when they take long: whoever waits for its
+    next token is promised a time that is kept, not one that is right on average. Not safe for concurrent writers; the
+    engine's loop is the only one.
     """
 
     prefill: OnlineFit
     decode: OnlineFit
     reach: int = 0
     tiers: dict[str, float] = field(default_factory=dict)
+    overrun: float = 1.0
 
     @classmethod
     def initial(cls, spec: ModelSpec, speed: MachineSpeed) -> Rates:
@@ -74,6 +79,10 @@ class Rates:
         if not prefills:
             self.decode.observe(_decode_features(decodes), seconds)
             return
+        if decodes and (predicted := self.step_seconds(rows)) > 0:
+            ratio = min(seconds / predicted, MOST_OVERRUN)
+            weight = OVERRUN_UP if ratio > self.overrun else OVERRUN_DOWN
+            self.overrun = max(1.0, self.overrun + weight * (ratio - self.overrun))
         own = max(seconds - self._decode_addition(decodes), 0.1 * seconds)
         self.prefill.observe(_prefill_features(prefills), own)
         self.reach = max([self.reach, *(start + n for start, n in prefills)])
@@ -88,11 +97,12 @@ class Rates:
     def largest_chunk(self, start: int, seconds_cap: float, *, maximum: int, decodes: Sequence[int] = ()) -> int:
         """Most prompt tokens from `start` that keep a step within `seconds_cap`.
 
-        `decodes` are the positions of the tokens decoded in the same step. At least 1, at most `maximum`; above 16 a
-        multiple of 16 unless it is `maximum` itself.
+        `decodes` are the positions of the tokens decoded in the same step; where there are any, `overrun` counts. At
+        least 1, at most `maximum`; above 16 a multiple of 16 unless it is `maximum` itself.
         """
         assert maximum >= 1
         rows = [(position, 1) for position in decodes]
+        seconds_cap = seconds_cap / self.overrun if rows else seconds_cap
         low, high = 1, maximum
         while low < high:
             middle = (low + high + 1) // 2
