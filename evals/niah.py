@@ -19,6 +19,7 @@ NAMES = tuple(
 )
 """Things that have a number; common words, so that a small model has heard of them."""
 
+_ASK = "Here is a{} short question about it."
 _HEAD = "Something special is hidden in the following{} long text. Remember it: you will be asked about it afterwards."
 
 
@@ -169,12 +170,17 @@ def draw(variant: Variant, seed: int, length: int, depth: float, sample: int, ha
 
 
 class PromptMaker:
-    """Makes prompts of exact length around one haystack; `chat` leaves the answer's stem out."""
+    """Makes prompts of exact length around one haystack; `chat` leaves the answer's stem out.
 
-    def __init__(self, haystack: Haystack, fitter: Fitter, chat: bool):
+    Padding words stand in the first line, far from the question; with `pad_last` right before the question, so that
+    prompts of a length begin alike and can share cached blocks.
+    """
+
+    def __init__(self, haystack: Haystack, fitter: Fitter, chat: bool, pad_last: bool = False):
         self._haystack = haystack
         self._fitter = fitter
         self._chat = chat
+        self._pad_last = pad_last
 
     def make(self, hunt: Hunt, target: int, hide: bool = True) -> HuntPrompt:
         """A prompt of at most `target` tokens, and as near to it as a word of padding can bring it.
@@ -228,6 +234,8 @@ class PromptMaker:
         order = sorted(range(len(needles)), key=lambda i: places[i])
         for i in reversed(order):
             sentences.insert(places[i], needles[i].sentence)
-        head = _HEAD.format(" very" * padding)
+        words = " very" * padding
+        head = _HEAD.format("" if self._pad_last else words)
+        ask = f"{_ASK.format(words)} {hunt.question}" if self._pad_last else hunt.question
         stem = "" if self._chat else hunt.stem
-        return f"{head}\n\n{self._haystack.joiner.join(sentences)}\n\n{hunt.question}{stem}"
+        return f"{head}\n\n{self._haystack.joiner.join(sentences)}\n\n{ask}{stem}"

@@ -45,7 +45,7 @@ class _Hunts:
     def __init__(self, job: EvalJob, target: Target, haystack: Haystack):
         self._job = job
         self._haystack = haystack
-        self._maker = PromptMaker(haystack, Fitter(target.count), target.chat)
+        self._maker = PromptMaker(haystack, Fitter(target.count), target.chat, pad_last=job.warm)
 
     def problem(self, key: Key) -> Problem:
         return self._make(key, hide=True)

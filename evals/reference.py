@@ -55,10 +55,12 @@ class Reference:
         # Hugging Face lets each forward choose such a model's rope by its own length: only one forward is comparable.
         self._at_once = spec.rope.kind != "static"
         config = copy.deepcopy(engine.loaded.model.config)
-        config._attn_implementation = "sdpa"
+        # Eager: the one that every model has, and what the others are written after.
+        config._attn_implementation = "eager"
         self._model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
+            folder, config=config, dtype=torch.float32, attn_implementation="eager", local_files_only=True
         ).eval()
+        self._vocab_limit: int = engine.loaded.vocab_limit
         # Renamed between versions of transformers; the old name warns at each call.
         names = inspect.signature(self._model.forward).parameters
         self._cache_name = "cache" if "cache" in names else "past_key_values"
@@ -93,7 +95,8 @@ class Reference:
             logits = self._model(input_ids=torch.tensor([ids]), use_cache=False, logits_to_keep=keep).logits[0, :num]
         else:
             logits = self._in_chunks(torch.tensor(ids), num)
-        return torch.log_softmax(logits.float(), dim=-1)
+        # Rows of the head that stand for no token take no part in the engine's logprobs either.
+        return torch.log_softmax(logits[:, : self._vocab_limit].float(), dim=-1)
 
     def _in_chunks(self, ids: torch.Tensor, num: int) -> torch.Tensor:
         cache = DynamicCache(config=self._model.config)
