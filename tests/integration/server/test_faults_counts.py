@@ -1,0 +1,145 @@
+"""Faults of other servers on counts and memory that must stay right, whatever was asked before."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.helpers.server import (
+    LiveServer,
+    children_of,
+    idle,
+    metrics,
+    rss_bytes,
+    until,
+)
+from tests.helpers.tiny import random_ids
+
+pytestmark = pytest.mark.slow  # a server takes its seconds to start
+
+CAP = 64 * 2**20
+"""The default limit of a body."""
+
+LONG = 40_000
+"""Tokens of a prompt that takes seconds to read."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(live: LiveServer) -> Iterator[None]:
+    yield
+    with live.client() as client:
+        until(lambda: idle(client))
+        health = client.get("/health").json()
+        assert health["engine"] == "ready" and health["restarts"] == 0
+
+
+# -- B122: what was cached -------------------------------------------------------------------------------------------
+
+
+def cached_of(usage: dict[str, Any]) -> int:
+    return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+
+def test_b122_cached_tokens_are_what_was_not_computed(live: LiveServer) -> None:
+    """vllm-project/vllm#18149: always the prompt minus one, or negative, or a crash of the metrics."""
+    prompt = random_ids(3000, seed=122)
+    with live.client() as client:
+
+        def ask(ids: list[int]) -> dict[str, Any]:
+            answer = client.post("/v1/completions", json={"prompt": ids, "max_tokens": 2, "ignore_eos": True}).json()
+            record = client.get(f"/v1/requests/{answer['id']}").json()
+            assert record["usage"]["prompt_tokens_details"] == answer["usage"]["prompt_tokens_details"]
+            # Every prompt token was either found or computed, and the last generated one needs no computing.
+            assert record["usage"]["computed_tokens"] == len(ids) - cached_of(answer["usage"]) + 1
+            return dict(answer["usage"])
+
+        assert cached_of(ask(prompt)) == 0
+        warm = ask(prompt)
+        assert 0 < cached_of(warm) <= len(prompt) - 1
+        assert warm["prompt_tokens_details"]["by_tier"] == {"g1": cached_of(warm), "g2": 0, "g3": 0, "g4": 0}
+        assert 2000 <= cached_of(ask(prompt[:2000] + random_ids(500, seed=5))) < 2500
+        assert cached_of(ask(random_ids(3000, seed=123))) < 10
+
+
+def test_b122_counts_stay_right_through_preemption_and_metrics_never_fall(start: Callable[..., LiveServer]) -> None:
+    """More requests than the pool holds: some are put back and computed again, which are no cached tokens."""
+    server = start("--kv-memory", "6MiB", "--max-running", "4")
+    seen: list[dict[str, float]] = []
+    done = threading.Event()
+
+    def scrape() -> None:
+        with server.client() as client:
+            while not done.is_set():
+                seen.append(
+                    {k: v for k, v in metrics(client).items() if k.split("{")[0].endswith(("_total", "_count"))}
+                )
+                time.sleep(0.05)
+
+    def ask(seed: int) -> None:
+        body = {"prompt": random_ids(1500, seed=seed), "max_tokens": 2500, "ignore_eos": True}
+        with server.client(timeout=300) as client:
+            usages.append(client.post("/v1/completions", json=body).json()["usage"])
+
+    usages: list[dict[str, Any]] = []
+    scraper = threading.Thread(target=scrape)
+    scraper.start()
+    askers = [threading.Thread(target=ask, args=(seed,)) for seed in range(4)]
+    for asker in askers:
+        asker.start()
+    for asker in askers:
+        asker.join(300)
+    done.set()
+    scraper.join()
+    assert [cached_of(usage) for usage in usages] == [0] * 4
+    assert [usage["completion_tokens"] for usage in usages] == [2500] * 4
+    with server.client() as client:
+        assert metrics(client)["longctx_preemptions_total"] > 0, "nothing was preempted: the pool is too large"
+    for before, after in itertools.pairwise(seen):
+        fell = {name for name, value in before.items() if after[name] < value}
+        assert not fell, fell
+
+
+# -- B143: growth ----------------------------------------------------------------------------------------------------
+
+
+def test_b143_memory_does_not_grow_with_requests(start: Callable[..., LiveServer]) -> None:
+    """sgl-project/sglang#6914: the host memory of the scheduler grows with every request.
+
+    Ends, errors, cancels and disconnects, mixed; after a warm-up that fills what is bounded.
+    """
+    server = start("--kv-memory", "8MiB", "--log-format", "json")
+
+    def mixed(count: int) -> None:
+        with server.client() as client:
+            for i in range(count):
+                kind = i % 10
+                if kind < 6:
+                    client.post("/v1/completions", json={"prompt": f"key {i}", "max_tokens": 2})
+                elif kind == 6:
+                    client.post("/v1/completions", json={"prompt": f"key {i}", "temperature": -i})
+                elif kind == 7:
+                    assert client.post("/v1/chat/completions", json={"messages": []}).status_code == 400
+                elif kind == 8:
+                    body = {"prompt": f"door {i}", "max_tokens": 5000, "ignore_eos": True, "stream": True}
+                    with client.stream("POST", "/v1/completions", json=body) as answer:
+                        next(answer.iter_raw())
+                else:
+                    assert client.get(f"/v1/requests/none-{i}").status_code == 404
+
+    def settle() -> tuple[int, ...]:
+        with server.client() as client:
+            until(lambda: client.get("/health").json()["running_requests"] == 0)
+            until(lambda: metrics(client)['longctx_kv_bytes{state="held",tier="g1"}'] == 0)
+        return tuple(map(rss_bytes, (server.pid, *children_of(server.pid))))
+
+    mixed(1000)
+    before = settle()
+    mixed(3000)
+    after = settle()
+    growth = [b - a for a, b in zip(before, after, strict=True)]
+    assert sum(growth) < 3000 * 1000 + 2**20, growth
