@@ -18,6 +18,9 @@ from longctx.server.text_side import TextSide
 ENDPOINTS = {"/v1/completions": "completions", "/v1/chat/completions": "chat", "/v1/responses": "responses"}
 PATHS = {name: path for path, name in ENDPOINTS.items()}
 
+STREAM_FIELDS = ("return_progress", "stream_options")
+"""They need `stream`, which a job does not: its stream is there anyway."""
+
 MAX_KEY_CHARS = 255
 SEEDS = 2**53
 """Drawn seeds stay below what every JSON reader keeps exactly."""
@@ -38,8 +41,7 @@ class Order:
 def take_order(raw: bytes | bytearray, text: TextSide, limits: Limits, info: ModelInfo) -> Order:
     """Read and check a job's body, its endpoint's part too, so that what can only fail is refused now: `ApiError`.
 
-    Where a draw needs a seed and none is given, one is drawn here: every run of the job generates the same. It streams
-    in any case, since a job's stream is there whether or not it is read.
+    Where a draw needs a seed and none is given, one is drawn here: every run of the job generates the same.
     """
     most = info.longest_request * limits.max_choices + SPARE_VALUES
     request = check(JobRequest, parse_object(raw, most))
@@ -53,7 +55,7 @@ def take_order(raw: bytes | bytearray, text: TextSide, limits: Limits, info: Mod
     fields: dict[str, Any] = dict(request.body)
     if fields.get("seed") is None and fields.get("temperature") != 0:
         fields["seed"] = secrets.randbelow(SEEDS)
-    if fields.get("stream") in (None, False):
+    if fields.get("stream", False) is False and any(fields.get(name) for name in STREAM_FIELDS):
         fields["stream"] = True
     body = dumps(fields).encode()
     prepared = prepare(endpoint, body, text, limits, info)

@@ -86,7 +86,7 @@ class Jobs:
         now = time.time()
         await self._ask(JobStore.expire, now)
         self._check_running()
-        ttl_s = order.ttl_s if order.ttl_s is not None else self._settings.job_ttl_s
+        ttl_s = self._time_to_live(order)
         id = f"job_{secrets.token_hex(12)}"
         job = Job(id, tenant or "", order.endpoint, WAITING, order.digest, now, ttl_s, key)
         kept = await self._whole(self._add(job, order.body))
@@ -179,6 +179,13 @@ class Jobs:
         if kept.id == job.id:
             self._queue.add(kept)
         return kept
+
+    def _time_to_live(self, order: Order) -> float:
+        longest_s = self._settings.job_ttl_s
+        if order.ttl_s is not None and order.ttl_s > longest_s:
+            message = f"ttl_s can be at most {longest_s:g}, what this server keeps answers for (--job-ttl)"
+            raise ApiError(400, message, code="invalid_value", param="ttl_s")
+        return longest_s if order.ttl_s is None else order.ttl_s
 
     async def _cancel(self, job: Job) -> Job | None:
         if not job.is_open:

@@ -10,7 +10,7 @@ from longctx.server.schema import ResponsesRequest
 from longctx.server.text_side import clip
 
 _REFUSED = {
-    "background": "a job does not need the client to wait: POST /v1/jobs with endpoint responses and this body",
+    "background": "a job does not need the client to wait: POST /v1/jobs with endpoint /v1/responses and this body",
     "previous_response_id": "answers are not stored: send the whole conversation in input",
     "conversation": "conversations are not stored: send the whole one in input",
     "prompt": "prompts are not stored: send the text in input",

@@ -130,6 +130,9 @@ def test_a_result_is_kept_for_its_time_and_not_longer(tmp_path: Path) -> None:
             kept = await until(jobs, await post(jobs), "completed")
             assert kept.expires is not None and kept.finished is not None
             assert kept.expires - kept.finished == 1000.0
+            with pytest.raises(ApiError, match=r"at most 1000") as error:
+                await post(jobs, ttl_s=1000.5)
+            assert (error.value.status, error.value.param) == (400, "ttl_s")
             job = await post(jobs, ttl_s=0.2, key="k")
             with pytest.raises(ApiError, match=r"no such job"):
                 async with asyncio.timeout(WAIT_S):
