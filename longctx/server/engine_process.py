@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 STATS_INTERVAL_S = 0.5
 LOADING_INTERVAL_S = 0.1
 FLUSH_S = 5.0
+SWITCH_INTERVAL_S = 1e-3
 
 
 def main(fd: int) -> None:
@@ -52,6 +53,8 @@ def main(fd: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
     faulthandler.enable()
+    # The stepping thread lets go of the interpreter in every operator: whoever takes it then must soon give it back.
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     configure_child()
     connection = Connection(fd)
     try:
