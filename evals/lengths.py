@@ -66,7 +66,8 @@ class Fitter:
             if count <= target:
                 low, low_count = guess, count
             else:
-                high, high_count = guess, count
+                # A count far beyond the target may be no count at all, and would say nothing about the slope.
+                high, high_count = guess, count if count <= 4 * target else 0
             if high is not None and turn % 5 == 4:
                 guess = (low + high) // 2
             elif high_count == 0:

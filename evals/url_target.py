@@ -16,6 +16,9 @@ from longctx.evals.target import Answer
 
 _BUSY = (429, 503)
 _BUSY_TRIES, _BUSY_WAIT_S = 30, 2.0
+_TOO_LONG = (400, 413, 422)
+UNCOUNTED = 1 << 40
+"""The tokens of a text that the server refuses to count, as it may for one far beyond what it can read."""
 
 
 class URLTarget:
@@ -47,14 +50,15 @@ class URLTarget:
         lengths = (card.get(key) for key in ("longest_request", "max_model_len"))
         self.longest: int | None = next((int(n) for n in lengths if isinstance(n, int)), None)
         self._tokenizer: Any = None if tokenizer is None else _load_tokenizer(tokenizer)
-        self._salts = True
+        self._salts, self._refusal = True, ""
         self.chat = True if chat is None else chat
+        self._counter = ""
         self._counter = self._find_counter(chat)
 
     def count(self, prompt: str) -> int:
         tokens = self._counted(self._counter, prompt)
         if tokens is None:
-            raise EngineError(f"{self.url} does not count tokens any more, though it did before")
+            raise EngineError(f"{self.url} does not count tokens any more, though it did before: {self._refusal}")
         return tokens
 
     def ask(self, prompt: str, max_tokens: int, salt: str | None) -> Answer:
@@ -161,13 +165,23 @@ class URLTarget:
             return len(self._tokenizer(prompt)["input_ids"])
         if counter == "tokenize":  # this project's and vLLM's
             what = {"messages": messages} if self.chat else {"prompt": prompt}
-            return _token_count(self._request("POST", "/tokenize", {"model": self.name, **what}))
+            return self._token_count({"model": self.name, **what})
         if self.chat:  # llama.cpp's
             rendered = self._request("POST", "/apply-template", {"messages": messages})
             if rendered.status_code >= 400:
                 return None
             prompt = str(_object(rendered).get("prompt"))
-        return _token_count(self._request("POST", "/tokenize", {"content": prompt, "add_special": True}))
+        return self._token_count({"content": prompt, "add_special": True})
+
+    def _token_count(self, body: Mapping[str, Any]) -> int | None:
+        response = self._request("POST", "/tokenize", body)
+        if response.status_code >= 400:
+            self._refusal = f"{response.status_code}: {_message(response)}"
+            return UNCOUNTED if self._counter and response.status_code in _TOO_LONG else None
+        found = _object(response)
+        if isinstance(found.get("count"), int):
+            return int(found["count"])
+        return len(found["tokens"]) if isinstance(found.get("tokens"), list) else None
 
     def _request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> httpx.Response:
         try:
@@ -220,15 +234,6 @@ def _object(response: httpx.Response) -> dict[str, Any]:
         if isinstance(found, dict):
             return found
     return {}
-
-
-def _token_count(response: httpx.Response) -> int | None:
-    if response.status_code >= 400:
-        return None
-    found = _object(response)
-    if isinstance(found.get("count"), int):
-        return int(found["count"])
-    return len(found["tokens"]) if isinstance(found.get("tokens"), list) else None
 
 
 def _message(response: httpx.Response) -> str:
