@@ -26,6 +26,9 @@ from longctx.server.work import Prepared
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0
+PAUSE_PER_TRY = 4.0
+"""A pause is at least so many times as long as the try before it: a long prompt is tokenized for every one."""
+
 FLUSH_S = 0.05
 """Chunks that come closer together than this are written together."""
 
@@ -98,7 +101,7 @@ class JobRun:
     async def _when_there_is_room(self, body: bytes) -> Work:
         pause_s = FIRST_PAUSE_S
         while True:
-            self.request_id = new_request_id()
+            self.request_id, began_s = new_request_id(), time.monotonic()
             try:
                 return await self._begin(
                     self.job.endpoint,
@@ -112,7 +115,8 @@ class JobRun:
                 if error.status not in (429, 503):
                     raise
                 log.debug("job %s waits: %s", self.job.id, error.message)
-                await asyncio.sleep(min(LONGEST_PAUSE_S, max(pause_s, error.retry_after_s or 0.0)))
+                wanted_s = min(LONGEST_PAUSE_S, max(pause_s, error.retry_after_s or 0.0))
+                await asyncio.sleep(max(wanted_s, PAUSE_PER_TRY * (time.monotonic() - began_s)))
                 pause_s *= 2
 
     async def _record(self, work: Work) -> Answered:

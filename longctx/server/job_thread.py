@@ -35,8 +35,9 @@ class JobThread:
 
     async def close(self) -> None:
         """After every call before it."""
-        if self._store is not None:
-            await asyncio.get_running_loop().run_in_executor(self._thread, self._store.close)
+        store, self._store = self._store, None
+        if store is not None:
+            await asyncio.get_running_loop().run_in_executor(self._thread, store.close)
         self._thread.shutdown(wait=False)
 
     async def __call__(self, method: Callable[Concatenate[JobStore, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -64,6 +65,7 @@ class JobThread:
                 return result
 
     async def _run(self, method: Callable[Concatenate[JobStore, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        assert self._store is not None, "open it first"
+        if self._store is None:
+            raise ApiError(503, "the server is starting or stopping", type="server_error", code="jobs_unavailable")
         call = functools.partial(method, self._store, *args, **kwargs)
         return await asyncio.get_running_loop().run_in_executor(self._thread, call)

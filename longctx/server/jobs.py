@@ -150,8 +150,6 @@ class Jobs:
         if self._settings.jobs_dir is None:
             message = "this server keeps no jobs: it has no folder for them (--jobs-dir)"
             raise ApiError(503, message, type="server_error", code="jobs_unavailable")
-        if not self._opened:
-            raise ApiError(503, "the server is starting or stopping", type="server_error", code="jobs_unavailable")
 
     def _check_running(self) -> None:
         if self._suspended:

@@ -9,7 +9,9 @@ ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "server.md").read_text()
 SOURCES = [*sorted((ROOT / "longctx" / "server").glob("*.py")), ROOT / "longctx" / "errors.py"]
 
-CODE = re.compile(r'code ?= ?"(\w+)"|from_code\("(\w+)"|"((?:unsupported|invalid|unknown|missing|context)_\w+)(?<!_error)"\)')
+CODE = re.compile(
+    r'code ?= ?"(\w+)"|from_code\("(\w+)"|"((?:unsupported|invalid|unknown|missing|context)_\w+)(?<!_error)"\)'
+)
 PATH = re.compile(r'routes\.(?:get|post|delete)\(\s*"([^"]+)"')
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,29 @@ def test_a_job_waits_while_the_engine_is_full_or_away(tmp_path: Path) -> None:
             assert len({begin["request_id"] for begin in host.begun}) == 5
 
     go(main())
+
+
+def test_a_job_that_is_long_to_prepare_waits_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every try reads its prompt again, which takes a core from those who work."""
+    tries: list[tuple[float, float]] = []
+
+    async def main() -> None:
+        async with running(tmp_path) as (jobs, _):
+
+            async def begin(*_: Any, **__: Any) -> Any:
+                began_s = time.monotonic()
+                await asyncio.sleep(0.05)
+                tries.append((began_s, time.monotonic()))
+                if len(tries) < 3:
+                    raise ApiError.from_code("queue_full", "not now", 1.0)
+                return answer()
+
+            monkeypatch.setattr(jobs._queue, "_begin", begin)
+            await until(jobs, await post(jobs), "completed")
+
+    go(main())
+    for (began_s, ended_s), (next_s, _) in itertools.pairwise(tries):
+        assert next_s - ended_s >= 4 * (ended_s - began_s) - 0.01
 
 
 def test_a_job_that_no_engine_survives_is_given_up(tmp_path: Path) -> None:

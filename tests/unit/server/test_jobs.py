@@ -197,6 +197,20 @@ def test_nothing_runs_before_the_service_has_settled_but_results_can_be_read(tmp
     go(main())
 
 
+def test_a_reader_that_lags_behind_the_stop_is_told_and_nothing_breaks(tmp_path: Path) -> None:
+    async def main() -> None:
+        never = asyncio.Event()
+        async with running(tmp_path, lambda _: Work("completions", [*said("the key")[:3], never])) as (jobs, _):
+            reader = jobs.follow(await until(jobs, await post(jobs), "running"))
+            await anext(reader)
+            await jobs.stop()
+            with pytest.raises(ApiError, match="starting or stopping") as error:
+                [piece async for piece in reader]
+            assert (error.value.status, error.value.code) == (503, "jobs_unavailable")
+
+    go(main())
+
+
 def test_without_a_folder_there_are_no_jobs_and_a_bad_one_is_refused(tmp_path: Path) -> None:
     async def main() -> None:
         async with running(None) as (jobs, _):
