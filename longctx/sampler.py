@@ -19,6 +19,7 @@ GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by them overflows, and the best token has all the mass anyway."""
 
 _SMALL_K = 1000  # up to here torch's topk beats numpy's partition
+_BLOCK = 512  # weights whose sum stands for them while a draw's place is looked for
 _PHILOX_STREAM = 0x6C6F6E67637478  # sets these draws apart from any other use of the same seed
 
 
@@ -133,7 +134,19 @@ def _inverse_cdf(weight_N: np.ndarray, u: float) -> int:
     """The index whose share of the cumulative weights holds `u`; never one of weight zero.
 
     The order is by id, not by probability: so a rounding difference between two near equals cannot swap their places.
+    Blocks are summed first and one of them is looked through: a running sum of 262,144 weights takes 2 ms.
     """
-    mass = torch.from_numpy(weight_N).cumsum(0, dtype=torch.float64).numpy()
+    whole = len(weight_N) // _BLOCK * _BLOCK
+    sums = weight_N[:whole].reshape(-1, _BLOCK).sum(1, dtype=np.float64)
+    mass = np.cumsum(np.append(sums, weight_N[whole:].sum(dtype=np.float64)))
+    target = u * mass[-1]
+    block = _first_above(mass, target)
+    start = block * _BLOCK
+    inner = np.cumsum(weight_N[start : start + _BLOCK], dtype=np.float64)
+    return start + _first_above(inner, target - (mass[block - 1] if block else 0.0))
+
+
+def _first_above(mass: np.ndarray, target: float) -> int:
+    """The first place where a running sum exceeds `target`, at most the last where it grew."""
     last = np.searchsorted(mass, mass[-1], side="left")
-    return int(min(np.searchsorted(mass, u * mass[-1], side="right"), last))
+    return int(min(np.searchsorted(mass, target, side="right"), last))

@@ -73,6 +73,7 @@ class Files:
         try:
             return batch.run()
         finally:
+            assert all(request.cancelled for running in batch._running for request in running.requests)
             loop.stop()
             results.close()
             requests.close()

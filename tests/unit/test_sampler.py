@@ -78,6 +78,20 @@ def test_a_weight_of_zero_is_never_drawn():
     assert [_inverse_cdf(weight_N, u) for u in (0.0, 0.49, 0.5, 0.99, 1 - 2.0**-53, 1.0)] == [1, 1, 3, 3, 3, 3]
 
 
+@given(st.integers(0, 2**32 - 1), st.sampled_from([1, 511, 512, 513, 1024, 5000]), st.sampled_from([0.0, 0.5, 0.99]))
+def test_a_draw_is_that_of_a_plain_running_sum(seed, size, zeros):
+    """Blocks make no difference, whatever weights are zero, and the last block too."""
+    rng = np.random.default_rng(seed)
+    weight_N = rng.random(size).astype(np.float32)
+    weight_N[rng.random(size) < zeros] = 0.0
+    weight_N[rng.integers(size)] = 1.0
+    mass = np.cumsum(weight_N, dtype=np.float64)
+    for u in (0.0, *rng.random(20), 1 - 2.0**-53):
+        index = _inverse_cdf(weight_N, u)
+        assert weight_N[index] > 0
+        assert mass[index] - weight_N[index] <= u * mass[-1] + 1e-9 and mass[index] >= u * mass[-1] - 1e-9
+
+
 def test_half_precision_logits():
     logits = torch.tensor([0.0, 3.0, 1.0])
     for dtype in (torch.float16, torch.bfloat16):
