@@ -33,14 +33,19 @@ _RESERVED = {
 }
 
 
-def read_messages(messages: Sequence[Any], traits: TemplateTraits, warnings: list[str]) -> list[dict[str, Any]]:
-    """Messages with text contents and known roles. Raises `ApiError` for pictures, sound and whatever is no message."""
+def read_messages(
+    messages: Sequence[Any], traits: TemplateTraits, warnings: list[str], names: Sequence[str] | None = None
+) -> list[dict[str, Any]]:
+    """Messages with text contents and known roles. Raises `ApiError` for pictures, sound and whatever is no message.
+
+    `names` are what errors call them, instead of messages[i].
+    """
     if not messages:
         raise bad("messages is empty: send at least one", "messages")
     ignored: set[str] = set()
     read = []
     for i, message in enumerate(messages):
-        where = f"messages[{i}]"
+        where = f"messages[{i}]" if names is None else names[i]
         if not isinstance(message, dict):
             raise bad(f"{where} should be an object, got {kind_of(message)}", where)
         read.append(_message(message, where, traits))

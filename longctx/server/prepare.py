@@ -93,7 +93,8 @@ def _responses(body: Any, text: TextSide, limits: Limits, info: ModelInfo) -> Pr
     options = _sampling(request, info, warnings)
     options.update(max_tokens=request.max_output_tokens, logprobs=wants_logprobs(request))
     params = _params(options)
-    messages = read_messages(messages_of(request), text.traits, warnings)
+    items, names = messages_of(request)
+    messages = read_messages(items, text.traits, warnings, names)
     tools = read_tools(request.tools, request.tool_choice, text.traits)
     if request.truncation == "auto":
         warnings.append("truncation auto has no effect: a conversation that is too long is an error, never cut")

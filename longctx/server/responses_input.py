@@ -18,22 +18,28 @@ _REFUSED = {
 """Fields that would change what the answer is, and what to do instead."""
 
 
-def messages_of(request: ResponsesRequest) -> list[dict[str, Any]]:
-    """Instructions and input items as chat messages. Raises `ApiError` for items that this server cannot honour."""
+def messages_of(request: ResponsesRequest) -> tuple[list[dict[str, Any]], list[str]]:
+    """Instructions and input items as chat messages, and what the request calls each of them.
+
+    Raises `ApiError` for items that this server cannot honour.
+    """
     for name, remedy in _REFUSED.items():
         if getattr(request, name):
             raise bad(f"{name} is not supported: {remedy}", name, "unsupported_parameter")
     messages: list[dict[str, Any]] = []
+    names: list[str] = []
     if request.instructions:
         messages.append({"role": "system", "content": request.instructions})
+        names.append("instructions")
     if isinstance(request.input, str):
-        return [*messages, {"role": "user", "content": request.input}]
+        return [*messages, {"role": "user", "content": request.input}], [*names, "input"]
     if not isinstance(request.input, list) or not request.input:
         got = "an empty list" if request.input == [] else kind_of(request.input)
         raise bad(f"input should be a string or a list of items, got {got}", "input")
     for i, item in enumerate(request.input):
         _add(messages, item, f"input[{i}]")
-    return messages
+        names.extend([f"input[{i}]"] * (len(messages) - len(names)))
+    return messages, names
 
 
 def wants_logprobs(request: ResponsesRequest) -> int | None:

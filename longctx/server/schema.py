@@ -9,6 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 from longctx.params import MAX_LOGPROBS, MAX_STOP_CHARS, MAX_STOP_STRINGS
 
 MAX_TIMEOUT_S = 7 * 86400.0
+MAX_COUNT = 2**40
+"""Of tokens: more than any model has, and few enough to calculate with."""
 
 
 def _either(*schemas: dict[str, Any]) -> WithJsonSchema:
@@ -81,7 +83,7 @@ class Generation(Body):
     service_tier: str | None = None
     store: bool | None = None
     # Not OpenAI's.
-    top_k: int | None = Field(None, description="0 is off")
+    top_k: int | None = Field(None, ge=0, lt=2**31, description="0 is off")
     min_p: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
@@ -105,7 +107,7 @@ class _Choices(Generation):
 
     n: int = Field(1, ge=1)
     stop: Stop = None
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=1, le=MAX_COUNT)
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: Loose | None = None
@@ -133,7 +135,7 @@ class ChatRequest(_Choices):
     }
 
     messages: Messages
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1, le=MAX_COUNT)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     tools: list[Loose] | None = None
@@ -158,7 +160,7 @@ class ResponsesRequest(Generation):
 
     input: Annotated[Any, _either(_TEXT, {"type": "array", "items": {"type": "object"}, "minItems": 1})]
     instructions: str | None = None
-    max_output_tokens: int | None = Field(None, ge=1)
+    max_output_tokens: int | None = Field(None, ge=1, le=MAX_COUNT)
     tools: list[Loose] | None = None
     tool_choice: Choice = None
     parallel_tool_calls: bool | None = None
@@ -197,7 +199,7 @@ class PlanRequest(Body):
     tokens: Annotated[Any, _either({"type": "integer", "minimum": 1}, _TEXT)] = None
     prompt: Annotated[Any, _either(_TEXT, _IDS)] = None
     messages: Messages | None = None
-    max_tokens: int = Field(1, ge=1)
+    max_tokens: int = Field(1, ge=1, le=MAX_COUNT)
     concurrency: int = Field(1, ge=1, le=1_000_000)
 
 

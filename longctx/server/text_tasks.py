@@ -15,11 +15,10 @@ from longctx.server.conversation import read_messages, read_tools
 from longctx.server.job_body import take_order
 from longctx.server.messages import ModelInfo
 from longctx.server.prepare import prepare, prompts_of, token_ids
-from longctx.server.schema import DetokenizeRequest, PlanRequest, TokenizeRequest
+from longctx.server.schema import MAX_COUNT, DetokenizeRequest, PlanRequest, TokenizeRequest
 from longctx.server.text_side import TextSide
 from longctx.units import parse_tokens
 
-MAX_PLANNED_TOKENS = 2**40
 _IDS_AT_ONCE = 4096
 
 
@@ -86,8 +85,8 @@ def _count(tokens: Any) -> int:
         count = parse_tokens(tokens[:64] if isinstance(tokens, str) else tokens, "tokens")
     except LongctxError as error:
         raise bad(str(error)[:300], "tokens") from None
-    if not 1 <= count <= MAX_PLANNED_TOKENS:
-        raise bad(f"tokens should be between 1 and {MAX_PLANNED_TOKENS}", "tokens")
+    if not 1 <= count <= MAX_COUNT:
+        raise bad(f"tokens should be between 1 and {MAX_COUNT}", "tokens")
     return count
 
 

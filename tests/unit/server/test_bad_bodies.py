@@ -112,7 +112,13 @@ BAD: dict[str, tuple[str, bytes, str]] = {
     "temperature 1e999": ("completions", b'{"prompt": "a", "temperature": 1e999}', "temperature should be a finite"),
     "top_p 0": ("completions", text_body(top_p=0), "top_p must be above 0"),
     "top_p above": ("completions", text_body(top_p=1.01), "top_p must be above 0 and at most 1"),
-    "top_k below": ("completions", text_body(top_k=-1), "top_k must be 0 (off) or more"),
+    "top_k below": ("completions", text_body(top_k=-1), "top_k should be greater than or equal to 0"),
+    "top_k huge": ("completions", text_body(top_k=10**30), "top_k should be less than"),
+    "max_tokens huge": (
+        "chat",
+        b'{"messages": [], "max_tokens": 1' + b"0" * 4000 + b"}",
+        "max_tokens should be less than",
+    ),
     "min_p above": ("completions", text_body(min_p=1.5), "min_p must be between"),
     "repetition_penalty 0": ("completions", text_body(repetition_penalty=0), "repetition_penalty must be"),
     "presence_penalty above": ("completions", text_body(presence_penalty=2.1), "presence_penalty must be between"),
@@ -172,7 +178,12 @@ BAD: dict[str, tuple[str, bytes, str]] = {
     "an item's picture": (
         "responses",
         answer_to(input=[{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]),
-        "reads text only",
+        "input[0].content[0] is no text: this server reads text only",
+    ),
+    "the third item": (
+        "responses",
+        answer_to(instructions="be", input=[{"type": "reasoning"}, {"role": "user", "content": "a"}, {"role": "boss"}]),
+        "input[2].role should be one of",
     ),
     "call without a name": (
         "responses",
