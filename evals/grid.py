@@ -32,7 +32,10 @@ class Key:
 
 @dataclass(frozen=True)
 class Problem:
-    """One prompt with the facts its answer must have; `tokens` as counted, `depths` where its needles are."""
+    """One prompt with the facts its answer must have; `tokens` as counted, `depths` where its needles are.
+
+    `quoted`: each fact stands in the prompt as it is, so that one which does not is the suite's mistake.
+    """
 
     prompt: str
     tokens: int
@@ -40,6 +43,7 @@ class Problem:
     answer_tokens: int
     depths: tuple[float, ...] = ()
     ordered: bool = False
+    quoted: bool = True
 
 
 class Records(Protocol):
@@ -89,7 +93,7 @@ class Grid:
         verdict = judge(
             problem.facts,
             answer.text,
-            in_prompt=all(has_fact(fact, problem.prompt) for fact in problem.facts),
+            in_prompt=not problem.quoted or all(has_fact(fact, problem.prompt) for fact in problem.facts),
             prompt_cut=answer.prompt_tokens < problem.tokens,
             answer_cut=answer.finish_reason == "length",
             ordered=problem.ordered,

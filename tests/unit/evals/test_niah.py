@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from longctx.errors import LongctxError
-from longctx.evals.haystack import FILLER, Haystack, open_haystack, split_sentences
+from longctx.evals.haystack import Haystack, open_haystack, split_sentences
 from longctx.evals.lengths import Fitter
 from longctx.evals.niah import VARIANTS, PromptMaker, draw
 from longctx.evals.score import judge
+from longctx.evals.words import FILLER
 from tests.helpers.tokenizers import byte_fallback_tokenizer, byte_level_tokenizer, unigram_tokenizer
 
 TOKENIZERS = {

@@ -1,0 +1,1 @@
+"""Tasks beyond finding a needle, one file each."""
