@@ -28,6 +28,9 @@ _ERROR = {
     },
 }
 
+_FASTAPIS_ERRORS = ("HTTPValidationError", "ValidationError")
+"""What FastAPI would answer with a 422, and is never sent."""
+
 
 def json_body(name: str) -> dict[str, Any]:
     """`openapi_extra` of a route whose body is `REQUESTS[name]`."""
@@ -44,6 +47,8 @@ def install(app: FastAPI, version: str) -> None:
             _, models = models_json_schema([(model, "validation") for model in REQUESTS.values()], ref_template=_REF)
             components = document.setdefault("components", {}).setdefault("schemas", {})
             components.update(models["$defs"], Error=_ERROR)
+            for name in _FASTAPIS_ERRORS:
+                components.pop(name, None)
             _describe_errors(document)
             app.openapi_schema = document
         return app.openapi_schema
