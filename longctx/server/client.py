@@ -164,10 +164,14 @@ class EngineClient:
             raise _restarting() from None
 
     def _check_open(self) -> None:
-        if self.state == "failed":
-            raise ApiError.from_code("engine_error", f"the engine cannot be started: {self.last_failure}")
+        if self.state in ("failed", "stopping"):
+            raise self._closed()
+
+    def _closed(self) -> ApiError:
+        """Why nothing runs any more."""
         if self.state == "stopping":
-            raise ApiError.from_code("draining", "the server is stopping")
+            return ApiError.from_code("draining", "the server is stopping")
+        return ApiError.from_code("engine_error", f"the engine cannot be started: {self.last_failure}")
 
     def _send(self, ticket: Ticket) -> None:
         assert self._child is not None
@@ -215,7 +219,9 @@ class EngineClient:
                     ticket.accepted.set_result(None)
         elif isinstance(message, Refused):
             if (ticket := self._tickets.get(message.request_id)) is not None:
-                self._fail(ticket, ApiError.from_code(message.code, message.message))
+                # An engine that stops refuses everything, which says nothing about the request.
+                stopping = self.state == "stopping"
+                self._fail(ticket, self._closed() if stopping else ApiError.from_code(message.code, message.message))
         elif isinstance(message, EngineStats):
             self.stats = message
             if self.on_stats is not None:
@@ -266,8 +272,8 @@ class EngineClient:
                     async with asyncio.timeout(min(2.0 ** (failures - 1), LONGEST_PAUSE_S)):
                         await self._change()
         for ticket in list(self._tickets.values()):
-            self._fail(ticket, self._closed_error())
-        self._fail_queries(self._closed_error())
+            self._fail(ticket, self._closed())
+        self._fail_queries(self._closed())
 
     def _on_death(self, status: str) -> None:
         if self.state == "stopping":
@@ -297,11 +303,6 @@ class EngineClient:
                 ticket.put(Restarted(ticket.id))
             return True
         return False
-
-    def _closed_error(self) -> ApiError:
-        if self.state == "stopping":
-            return ApiError.from_code("draining", "the server stopped before this request ended")
-        return ApiError.from_code("engine_error", f"the engine cannot be started: {self.last_failure}")
 
     def _fail_queries(self, error: ApiError) -> None:
         queries, self._queries = self._queries, {}

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from longctx.build import build_engine
 from longctx.config import EngineConfig
 from longctx.engine import Engine
-from longctx.errors import LongctxError, RequestError
+from longctx.errors import EngineError, LongctxError, RequestError
 from longctx.events import Event
 from longctx.loop import EngineLoop
 from longctx.server.logs import configure_child
@@ -153,6 +153,12 @@ class EngineServer:
             loop.submit(request, self._deliver, on_queued=lambda: self._outbox.post(accepted), bounded=not submit.again)
         except LongctxError as error:
             self._outbox.post(Refused(name, error.code, str(error)))
+        except EngineError:
+            # The engine has just broken: what was never accepted goes to the next one.
+            pass
+        except Exception as error:
+            log.exception("a request could not be made")
+            self._outbox.post(Refused(name, "engine_error", f"the engine failed: {type(error).__name__}: {error}"))
         self._busy.set()
 
     def _deliver(self, event: Event | Exception) -> None:

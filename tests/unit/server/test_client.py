@@ -272,6 +272,24 @@ def test_stopping_ends_every_request_and_takes_no_more() -> None:
     play(scene)
 
 
+def test_what_a_stopping_engine_refuses_is_not_blamed_on_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene(client: EngineClient) -> None:
+        waiting = asyncio.create_task(client.submit(submit("a")))
+        child = FakeChild.made[0]
+        await until(child.submits)
+        monkeypatch.setattr(
+            FakeChild, "post", lambda self, message: self.say(Refused("a", "invalid_request", "closed"))
+        )
+        stopping = asyncio.create_task(client.stop())
+        with pytest.raises(ApiError) as caught:
+            await waiting
+        assert caught.value.status == 503
+        child.die()
+        await stopping
+
+    play(scene)
+
+
 def test_an_engine_that_does_not_stop_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeChild, "post", lambda self, message: None)
 

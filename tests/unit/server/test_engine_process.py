@@ -15,7 +15,7 @@ import pytest
 
 import longctx.server.engine_process
 from longctx.config import EngineConfig
-from longctx.errors import ModelError
+from longctx.errors import EngineError, ModelError, QueueFullError
 from longctx.events import FinishEvent, ProgressEvent, TokenEvent
 from longctx.params import SamplingParams
 from longctx.server.engine_process import EngineServer, LoadingReports, model_info
@@ -89,6 +89,14 @@ class Served:
         self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
         return self.code
+
+
+class Box:
+    """Stands for an outbox."""
+
+    def __init__(self) -> None:
+        self.posted: list[Any] = []
+        self.post = self.posted.append
 
 
 def is_end(event: Any, name: str) -> bool:
@@ -210,6 +218,26 @@ def test_what_can_never_run_is_refused_before_any_work(serve, bad: Submit, code:
     refused = served.wait_for(lambda m: isinstance(m, Refused))
     assert refused.request_id == "x" and refused.code == code and match in refused.message
     assert served.wait_end("good").reason == "length" and engine.scheduler.counters.finished == 1
+
+
+def test_a_request_that_trips_over_a_mistake_of_ours_takes_nobody_along(serve) -> None:
+    served = serve(make_engine(make_tiny("llama")))
+    bad = Submit("bad", np.array([5], np.int32), params=None)  # type: ignore[arg-type]
+    served.post(bad, submit("good"))
+    assert served.wait_for(lambda m: isinstance(m, Refused)).code == "engine_error"
+    assert served.wait_end("good").reason == "length"
+
+
+@pytest.mark.parametrize(("error", "answers"), [(EngineError("broken"), 0), (QueueFullError("full"), 1)])
+def test_what_comes_when_the_engine_has_just_broken_is_left_to_the_next_one(error: Exception, answers: int) -> None:
+    class Loop:
+        def submit(self, *_: Any, **__: Any) -> None:
+            raise error
+
+    box = Box()
+    server = EngineServer(None, box)  # type: ignore[arg-type]
+    server._submit(submit("late"), make_engine(make_tiny("llama")), Loop())  # type: ignore[arg-type]
+    assert len(box.posted) == answers
 
 
 def test_two_requests_cannot_share_a_name(serve) -> None:
@@ -353,11 +381,6 @@ def test_progress_is_told_before_the_first_token(serve) -> None:
 
 
 def test_loading_reports_are_thinned() -> None:
-    class Box:
-        def __init__(self) -> None:
-            self.posted: list[Any] = []
-            self.post = self.posted.append
-
     box = Box()
     report = LoadingReports(box)
     for done in range(1000):
