@@ -106,8 +106,6 @@ async def _answer(
         raise _why(service, error) from None
     finally:
         departure.close()
-        if not running.finished:
-            running.cancel()
     return await _json_response(whole, headers)
 
 

@@ -15,6 +15,7 @@ from longctx.events import FinishEvent, PromptLogprobs
 from longctx.server import generate
 from longctx.server.errors import ApiError
 from longctx.server.generate import LARGE_BODY_BYTES, PATHS, router, warning_header
+from longctx.server.reply_completions import CompletionsRenderer
 from longctx.server.service import Service
 from tests.helpers.server_fakes import FakeClient, FakePreparer, finish, make_service, progress, token
 from tests.helpers.tokenizers import byte_level_tokenizer
@@ -283,11 +284,12 @@ def test_a_request_that_a_stopping_server_ends_may_be_sent_again(stream: bool) -
 
 
 def test_a_fault_of_ours_ends_a_stream_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CompletionsRenderer, "piece", lambda *_: 1 / 0)
+
     async def test(service: Service, client: FakeClient, preparer: FakePreparer) -> None:
         call = Call(service, "/v1/completions")
         await until(lambda: client.tickets)
-        client.tickets["r1-0"].put("no event at all")  # type: ignore[arg-type]
-        client.tickets["r1-0"].put(finish("r1-0"))
+        feed(client)
         await call.task
         error = call.events[-1]["error"]
         assert error["type"] == "server_error" and "Traceback" not in call.body.decode()
