@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import signal
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -116,8 +118,10 @@ def serve(
 
 def run_server(settings: ServerSettings, config: EngineConfig) -> None:
     """Check what can be checked before anything is loaded, listen, serve until a signal."""
+    from longctx.models.cache import cache_root
     from longctx.models.sources import resolve
-    from longctx.server.listen import listen
+    from longctx.server import logs
+    from longctx.server.address import listen
 
     resolve(config.load.model)
     if settings.chat_template is not None:
@@ -126,18 +130,37 @@ def run_server(settings: ServerSettings, config: EngineConfig) -> None:
         # Its text, not its path: every process that needs it has the one that was checked here.
         settings = replace(settings, chat_template=read_template(settings.chat_template))
     with listen(settings.host, settings.port) as sock:
-        _serve_on(sock, settings, config)
+        port = sock.getsockname()[1]
+        folder = cache_root() / "jobs" / str(port) if settings.jobs_dir is None else settings.jobs_dir.expanduser()
+        logs.configure(settings.log_format)
+        asyncio.run(_serve_on(sock, replace(settings, port=port, jobs_dir=folder), config))
 
 
-def _serve_on(sock: socket.socket, settings: ServerSettings, config: EngineConfig) -> None:
-    from longctx.models.cache import cache_root
-    from longctx.server import logs
-    from longctx.server.listen import serve as serve_on
+async def _serve_on(sock: socket.socket, settings: ServerSettings, config: EngineConfig) -> None:
+    """Start the engine's process, and import the rest of this one meanwhile: each takes its seconds."""
+    from longctx.server.client import EngineClient
 
-    port = sock.getsockname()[1]
-    folder = cache_root() / "jobs" / str(port) if settings.jobs_dir is None else settings.jobs_dir.expanduser()
-    logs.configure(settings.log_format)
-    asyncio.run(serve_on(replace(settings, port=port, jobs_dir=folder), config, sock))
+    loop, this = asyncio.get_running_loop(), asyncio.current_task()
+    assert this is not None
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, this.cancel)
+    client = EngineClient(config)
+    starting = asyncio.create_task(client.start())
+    await asyncio.sleep(0)
+    try:
+        serve_on = await asyncio.to_thread(_import_server)
+    except asyncio.CancelledError:
+        # Ended by a signal before it began; from here on the server itself handles them.
+        await client.stop()
+        starting.cancel()
+    else:
+        await serve_on(settings, config, sock, client, starting)
+
+
+def _import_server() -> Callable[..., Coroutine[Any, Any, None]]:
+    from longctx.server.listen import serve
+
+    return serve
 
 
 def served_name(model: str) -> str:

@@ -14,7 +14,6 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
 from longctx import __version__
-from longctx.config import EngineConfig
 from longctx.server import generate, openapi, page, routes_info, routes_jobs
 from longctx.server.client import EngineClient
 from longctx.server.errors import ApiError
@@ -29,9 +28,11 @@ METHODS = ("GET", "POST", "DELETE")
 """All that routes here have."""
 
 
-def build_service(settings: ServerSettings, config: EngineConfig) -> Service:
-    """All parts of the HTTP process; nothing is started yet."""
-    service = Service(settings, EngineClient(config), Preparer(settings), Metrics())
+def build_service(
+    settings: ServerSettings, client: EngineClient, starting: asyncio.Task[None] | None = None
+) -> Service:
+    """All parts of the HTTP process; but for a `client` that is `starting`, nothing is started yet."""
+    service = Service(settings, client, Preparer(settings), Metrics(), starting)
     service.jobs = Jobs(service)
     return service
 

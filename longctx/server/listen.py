@@ -13,8 +13,9 @@ import uvicorn
 from fastapi import FastAPI
 
 from longctx.config import EngineConfig
-from longctx.errors import LongctxError
+from longctx.server.address import url_of
 from longctx.server.app import build_service, create_app
+from longctx.server.client import EngineClient
 from longctx.server.connection import connection_class
 from longctx.server.logs import log_event
 from longctx.server.service import Service
@@ -23,36 +24,8 @@ from longctx.server.startup import announce, is_loopback
 
 log = logging.getLogger(__name__)
 
-BACKLOG = 1024
 CANCEL_S = 10.0
 """What cancelled requests may take to end, and finished answers to be sent, before connections are cut."""
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; `LongctxError` for an address that cannot be used."""
-    where = f"{host}:{port}" if ":" not in host else f"[{host}]:{port}"
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except (OSError, UnicodeError) as error:
-        raise LongctxError(f"cannot listen on {host!r}: no such address ({error}); give --host another one") from error
-    sock = socket.socket(family, kind, protocol)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-        sock.listen(BACKLOG)
-    except OSError as error:
-        sock.close()
-        raise LongctxError(f"cannot listen on {where}: {error.strerror}; give another --port or --host") from error
-    sock.setblocking(False)
-    return sock
-
-
-def url_of(sock: socket.socket) -> str:
-    """The address that a client on this machine can use."""
-    host, port = sock.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class HttpServer(uvicorn.Server):
@@ -116,9 +89,18 @@ class HttpServer(uvicorn.Server):
             self.should_exit = True
 
 
-async def serve(settings: ServerSettings, config: EngineConfig, sock: socket.socket) -> None:
-    """Serve on `sock` until a signal ends it; raises the error with which the service could not start."""
-    service = build_service(settings, config)
+async def serve(
+    settings: ServerSettings,
+    config: EngineConfig,
+    sock: socket.socket,
+    client: EngineClient,
+    starting: asyncio.Task[None],
+) -> None:
+    """Serve on `sock` until a signal ends it; raises the error with which the service could not start.
+
+    `starting` is the start of the `client`, which may have begun long before this module was imported.
+    """
+    service = build_service(settings, client, starting)
     app = create_app(service)
     server, url = HttpServer(service, app), url_of(sock)
     log_event(log, "listening while the model loads", url=url)

@@ -34,12 +34,20 @@ class Service:
     """The parts of the HTTP process, and the one way a request takes through them.
 
     `jobs` is set by whoever builds the service, since jobs begin requests themselves. `settled` is set when requests
-    are taken, or when the `failure` is known that prevents it. Used from one event loop.
+    are taken, or when the `failure` is known that prevents it. `starting` is the client's start if it has begun. Used
+    from one event loop.
     """
 
     jobs: Jobs
 
-    def __init__(self, settings: ServerSettings, client: EngineClient, preparer: Preparer, metrics: Metrics):
+    def __init__(
+        self,
+        settings: ServerSettings,
+        client: EngineClient,
+        preparer: Preparer,
+        metrics: Metrics,
+        starting: asyncio.Task[None] | None = None,
+    ):
         self.settings = settings
         self.client = client
         self.preparer = preparer
@@ -54,6 +62,7 @@ class Service:
         self.settled = asyncio.Event()
         self.failure: Exception | None = None
         self._drain_until_s: float | None = None
+        self._starting = starting
         self._stopping: asyncio.Future[None] | None = None
         self._idle = asyncio.Event()
         self._idle.set()
@@ -84,7 +93,7 @@ class Service:
         try:
             # Jobs first: what earlier ones answered can be read while the model loads, a bad folder is told at once.
             await self.jobs.start()
-            await self.client.start()
+            await (self.client.start() if self._starting is None else self._starting)
             await self.preparer.start(self.need_info())
             self.start_seconds = time.monotonic() - self.started_s
         except Exception as error:

@@ -185,8 +185,10 @@ def test_ctrl_c_reaches_the_whole_group_and_only_the_server_acts_on_it(start: St
     assert_all_gone(pids)
 
 
-def test_a_signal_while_the_model_loads_ends_it(start: Start) -> None:
-    server = start(wait=False)
+@pytest.mark.parametrize("listening", [False, True])
+def test_a_signal_while_the_model_loads_ends_it(start: Start, listening: bool) -> None:
+    """Also before the server has imported what it needs to answer, while only the engine's process runs."""
+    server = start(wait=False, listening=listening)
     pids = until(lambda: len(found := tree(server)) >= 2 and found)
     assert server.stop() == 0
     assert_all_gone(pids)

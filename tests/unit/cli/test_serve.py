@@ -13,7 +13,7 @@ import pytest
 from longctx.cli.app import main
 from longctx.cli.serve import check_origin, parse_seconds, read_keys, served_name
 from longctx.errors import LongctxError
-from longctx.server.listen import listen, url_of
+from longctx.server.address import listen, url_of
 
 GOOD = "sk-0123456789"
 
