@@ -214,7 +214,9 @@ class JobStore:
             self._db.execute("DELETE FROM bodies WHERE seq = ?", (job.seq,))
             if result is not None:
                 self._db.execute("INSERT INTO results VALUES (?, ?)", (job.seq, result))
-            return self._one("WHERE seq = ?", job.seq)
+            job = self._one("WHERE seq = ?", job.seq)
+        self._shrink()
+        return job
 
     def requeue(self, id: str, *, forgive: bool = False) -> Job | None:
         """A running job waits again and starts from its beginning. `forgive` does not count the run that broke off."""
@@ -248,7 +250,7 @@ class JobStore:
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _shrink(self) -> None:
-        """Give pages back to the disk, the log's too; it may fail, nothing depends on it."""
+        """Give free pages back, and empty the log, which still has what was in them; it may fail without harm."""
         with contextlib.suppress(sqlite3.Error):
             # A script runs it to its end: it gives one page back for every row it does not return.
             self._db.executescript(f"PRAGMA incremental_vacuum({VACUUM_PAGES}); PRAGMA wal_checkpoint(TRUNCATE);")

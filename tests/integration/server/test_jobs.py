@@ -20,6 +20,7 @@ from tests.helpers.server import LiveServer, children_of, is_alive, words
 pytestmark = pytest.mark.slow  # a server takes its seconds to start
 
 Start = Callable[..., LiveServer]
+STREAM_S = 180.0
 LONG = {"prompt": words(40_000), "max_tokens": 1}
 """Takes seconds to read."""
 
@@ -49,11 +50,12 @@ def wait(client: httpx.Client, id: str, *statuses: str) -> dict[str, Any]:
 
 def events(client: httpx.Client, id: str, place: str | None = None) -> Iterator[tuple[str | None, Any]]:
     """(id, object) of each event of a job's stream; the last object is "[DONE]"."""
-    headers = {} if place is None else {"last-event-id": place}
+    headers, until_s = {} if place is None else {"last-event-id": place}, time.monotonic() + STREAM_S
     with client.stream("GET", f"/v1/jobs/{id}/stream", headers=headers) as answer:
         assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream")
         event_id = None
         for line in answer.iter_lines():
+            assert time.monotonic() < until_s, "pings keep a stream open that has no end"
             name, _, value = line.partition(": ")
             if name == "id":
                 event_id = value

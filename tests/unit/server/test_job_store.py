@@ -171,6 +171,15 @@ def test_what_was_removed_leaves_no_byte_and_no_rows(store: JobStore) -> None:
     assert len(rest) < before / 2, "the space is given back"
 
 
+def test_a_prompt_is_gone_when_its_job_has_ended(store: JobStore) -> None:
+    secret = b"the door opens at 4711"
+    add(store, "a", body=secret)
+    store.start("a", 1.0)
+    assert secret in b"".join(f.read_bytes() for f in store.folder.iterdir())
+    store.finish("a", DONE, 2.0, result=b"{}")
+    assert secret not in b"".join(f.read_bytes() for f in store.folder.iterdir())
+
+
 def test_the_folder_is_for_its_owner_alone(tmp_path: Path) -> None:
     old = os.umask(0)
     try:
