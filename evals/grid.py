@@ -143,6 +143,7 @@ class Grid:
             self._reference = Reference(self.target.llm)
         problem = self.make(key)
         answer = self._answers.get(key) or self._answer(key, problem, "again")
+        self.say(f"{key}: the control reads {len(answer.prompt_ids):,} tokens")
         found = self._reference.compare(answer.prompt_ids, answer.token_ids, answer.logprobs, problem.answer_tokens)
         self.store.add(
             {

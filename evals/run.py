@@ -63,7 +63,7 @@ def open_store(job: EvalJob, config: Mapping[str, Any]) -> AbstractContextManage
 
 def finish(job: EvalJob, report: dict[str, Any]) -> dict[str, Any]:
     """Write JSON, page and picture into the job's folder, each only if it is not there yet."""
-    report["date"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    report["date"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
     if job.out is None:
         return report
     _write_new(job.out / "report.json", lambda path: path.write_text(json.dumps(report) + "\n"))

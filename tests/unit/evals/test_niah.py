@@ -69,7 +69,7 @@ def test_needles_stand_at_sentence_borders_near_their_depth(tmp_path: Path, sour
         body = after[: after.rindex(hunt.question)]
         front = before.split("\n\n", 1)[1]
         true_depth = count(front) / (count(front) + count(body))
-        assert abs(true_depth - depth) <= longest / 4096 + 0.002
+        assert abs(true_depth - depth) <= longest / 2 / 4096 + 0.002, "the nearest border"
         assert prompt.depths[0] == pytest.approx(true_depth, abs=0.005)
         assert _whole_sentences(front, haystack)
 

@@ -53,6 +53,28 @@ def test_the_table_of_answers(fact: str, answer: str, score: int, outcome: str) 
     assert (verdict.score, verdict.outcome) == (score, outcome)
 
 
+@pytest.mark.parametrize(
+    ("fact", "answer", "found"),
+    [
+        ("7481", "7481a", False),
+        ("7481", "7481st", False),
+        ("7481", "3.7481", False),
+        ("748", "7,748", False),
+        ("992", "74813,992", True),
+        ("74813", "74813,992", True),
+        ("81399", "74813,99", False),
+        ("7481", "_7481_", True),
+        ("1234567", "1,234,567 in all", True),
+        ("1234567", "1'234'567", True),
+        ("apple", "pineapple", False),
+        ("apple", "apples", False),
+        ("apple", "an Apple-like thing", True),
+    ],
+)
+def test_what_touches_a_fact_makes_it_another(fact: str, answer: str, found: bool) -> None:
+    assert (judge([fact], answer).score == 1.0) == found
+
+
 def test_several_facts_are_a_share() -> None:
     facts = ["10001", "20002", "30003", "40004"]
     assert judge(facts, "10001, 20002,30003 and 40004").score == 1.0
