@@ -112,16 +112,18 @@ class EngineClient:
     async def submit(self, submit: Submit) -> Ticket:
         """Queue a request; returns when the engine has checked and accepted it.
 
-        Raises `ApiError`: the engine's refusal, or 503 when no engine is there in time.
+        Raises `ApiError`: the engine's refusal, or 503 when there was no engine and none comes in time. A request that
+        was sent to one which then died waits for the next one as long as it takes, as accepted ones do.
         """
         assert submit.request_id not in self._tickets, f"two requests with the id {submit.request_id}"
         self._check_open()
         ticket = Ticket(submit, self.cancel)
         self._tickets[ticket.id] = ticket
+        limit_s = None if self.state == "ready" else self._restart_wait_s
         if self.state == "ready":
             self._send(ticket)
         try:
-            async with asyncio.timeout(self._restart_wait_s):
+            async with asyncio.timeout(limit_s):
                 await ticket.accepted
         except TimeoutError:
             self._abandon(ticket)

@@ -400,6 +400,19 @@ def test_who_waits_too_long_is_sent_away_and_never_run() -> None:
     play(scene, restart_wait_s=0.02)
 
 
+def test_who_was_sent_to_an_engine_that_died_waits_for_the_next_as_long_as_it_takes() -> None:
+    async def scene(client: EngineClient) -> None:
+        waiting = asyncio.create_task(client.submit(submit("a")))
+        await until(FakeChild.made[0].submits)
+        FakeChild.made[0].die()
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        (await next_engine(2)).say(Accepted("a", 3))
+        assert (await waiting).seed == 3
+
+    play(scene, restart_wait_s=0.02)
+
+
 def test_questions_that_die_with_the_engine_are_not_left_waiting() -> None:
     async def scene(client: EngineClient) -> None:
         asking = asyncio.create_task(client.plan(5))
