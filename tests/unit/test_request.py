@@ -19,7 +19,7 @@ IDS = [5, 0, 319, 5]
     [
         IDS,
         tuple(IDS),
-        iter(IDS),
+        pytest.param(iter(IDS), id="iterator"),  # its own name has an address, and differs between test processes
         np.array(IDS, dtype=np.int32),
         np.array(IDS, dtype=np.uint16),
         np.array([*IDS, 7] * 2, dtype=np.int64)[:4],
