@@ -119,7 +119,8 @@ class Worker:
             if not self._stopping:
                 self._ensure()
         except (ApiError, WorkerDied) as error:
-            log.warning("the process that prepares large bodies does not start: %s", error)
+            if not self._stopping:  # else it was ended while it started
+                log.warning("the process that prepares large bodies does not start: %s", error)
 
     def _ensure(self) -> Connection:
         """The connection to a process that is ready, which is started if there is none."""
