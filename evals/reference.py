@@ -17,8 +17,9 @@ from longctx.errors import LongctxError
 from longctx.events import TokenLogprobs
 
 CHUNK_TOKENS = 512
-TOLERANCE = 5e-3
-"""Of a logprob, between two float32 computations of the same tokens; a fault moves some of them by far more."""
+TOLERANCE = 1e-2
+"""Of a logprob, between two float32 computations of the same tokens. gemma3-270m: 5e-5 at 1K, 3e-4 at 2K; one key too
+many in its windows makes 0.2, though every needle is still found."""
 
 OK, ENGINE_ERROR, LOSSY = "ok", "engine error", "lossy"
 
