@@ -93,11 +93,9 @@ class Guard:
             await answer.error(error)
             if body is None and _header(scope["headers"], b"expect") is None:
                 await _drop_rest(receive)
-                await answer.finish()
         except Exception:
+            # Of an answer that has begun the rest is missing now, on which the connection is closed.
             log.exception("a request failed")
-            if answer.started and not answer.finished:
-                raise
             if not answer.started:
                 await answer.error(ApiError(500, "the server failed; its log says why", type="server_error"))
         await answer.finish()

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
+from longctx.config import EngineConfig
+from longctx.server.app import build_service, create_app
+from longctx.server.client import EngineClient
+from longctx.server.service import Service
+from longctx.server.settings import ServerSettings
 from tests.helpers.server import (
     LiveServer,
     children_of,
@@ -143,3 +151,51 @@ def test_b143_memory_does_not_grow_with_requests(start: Callable[..., LiveServer
     after = settle()
     growth = [b - a for a, b in zip(before, after, strict=True)]
     assert sum(growth) < 3000 * 1000 + 2**20, growth
+
+
+def test_b143_no_request_is_remembered_when_nothing_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every map from requests to something is empty at idle, whatever became of them; the real engine is behind it."""
+    monkeypatch.setenv("LONGCTX_CACHE", str(folder.parent / "cache"))
+
+    async def main() -> None:
+        client = EngineClient(EngineConfig.from_options(str(folder), kv_memory="64MiB"))
+        service = build_service(ServerSettings(max_tracked=8, served_name="tiny"), client)
+        await service.start()
+        assert service.failure is None
+        try:
+            await ask_in_every_way(service)
+            await asyncio.wait_for(service.wait_idle(), 60)
+            while client.stats is None or client.stats.running or client.stats.waiting:
+                await asyncio.sleep(0.05)
+            maps: list[Any] = [service.running, client._tickets, client._queries, service.metrics._last_token_s]
+            assert [len(m) for m in maps] == [0, 0, 0, 0]
+            assert service.registry.num_live == 0 and len(service.registry._finished) == 8
+            assert service.preparer._waiting_bytes == 0
+        finally:
+            await service.stop()
+
+    asyncio.run(asyncio.wait_for(main(), 300))
+
+
+async def ask_in_every_way(service: Service) -> None:
+    """Ends, errors, deadlines, cancels, and callers that go away at any moment."""
+    transport = httpx.ASGITransport(create_app(service))
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as http:
+
+        async def post(**body: Any) -> int:
+            return (await http.post("/v1/completions", json={"ignore_eos": True, **body})).status_code
+
+        assert await post(prompt="a", max_tokens=2, n=3) == 200
+        assert await post(prompt="a", temperature=-1) == 400
+        assert await post(prompt="a", max_tokens=60_000, timeout_s=0.2) == 504
+        cancelled = asyncio.create_task(post(prompt="a", max_tokens=60_000))
+        while not (live := service.registry.live()) or live[0].stage != "decode":
+            await asyncio.sleep(0.01)
+        service.cancel(live[0])
+        assert await cancelled == 499
+        for after_s in (0.0, 0.001, 0.005, 0.02, 0.1, 0.3):
+            for body in ({"stream": True}, {"n": 2}, {"prompt": "a " * 40_000}):
+                gone = asyncio.create_task(post(**{"prompt": "a", "max_tokens": 60_000, **body}))
+                await asyncio.sleep(after_s)
+                gone.cancel()
+                await asyncio.gather(gone, return_exceptions=True)
