@@ -46,7 +46,10 @@ class Hunt:
 
 @dataclass(frozen=True)
 class Variant:
-    """A kind of hunt. `draw(random, depth)` hides the first fact asked for at `depth`; same random, same hunt."""
+    """A kind of hunt. `draw(random, depth)` hides the first fact asked for at `depth`; same random, same hunt.
+
+    `answer_tokens` has room for a model that repeats the question before it answers, a token for each digit.
+    """
 
     name: str
     summary: str
@@ -150,12 +153,12 @@ def _distractors(rng: random.Random, depth: float) -> Hunt:
 VARIANTS = {
     variant.name: variant
     for variant in (
-        Variant("single", "one five-digit number", 16, _single),
-        Variant("multi-key", "one number among eight that belong to other names", 16, _multi_key),
+        Variant("single", "one five-digit number", 24, _single),
+        Variant("multi-key", "one number among eight that belong to other names", 24, _multi_key),
         Variant("multi-value", "four numbers of one name, all of them asked for", 48, _multi_value),
         Variant("multi-needle", "three numbers of three names, all of them asked for", 48, _multi_needle),
         Variant("uuid", "the UUID that belongs to a UUID, among four pairs", 64, _uuids),
-        Variant("distractors", "one number beside four sentences that resemble its own", 16, _distractors),
+        Variant("distractors", "one number beside four sentences that resemble its own", 24, _distractors),
     )
 }
 

@@ -47,7 +47,7 @@ TASK = Task(
     "aggregation",
     "who has the most in all, over many entries",
     "Add up what each person sold in the following{} long list.",
-    12,
+    24,
     SELLERS,
     draw,
 )

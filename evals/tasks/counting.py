@@ -28,7 +28,7 @@ TASK = Task(
     "counting",
     "how many times something happened",
     "Count how many times the bell rang in the following{} long text.",
-    12,
+    24,
     0,
     draw,
 )

@@ -31,7 +31,7 @@ TASK = Task(
     "key-value",
     "one value among as many pairs as fit",
     "Remember the following{} long list of keys and values.",
-    16,
+    24,
     1,
     draw,
 )

@@ -31,7 +31,7 @@ TASK = Task(
     "many-shot-copy",
     "one of many lines, repeated word by word",
     "Remember every line of the following{} long list.",
-    24,
+    32,
     4,
     draw,
 )

@@ -35,7 +35,7 @@ TASK = Task(
     "multi-hop",
     "an answer that three facts give only together",
     "Remember the people, shops and streets in the following{} long text.",
-    12,
+    24,
     0,
     draw,
 )

@@ -43,7 +43,7 @@ TASK = Task(
     "qa-distractors",
     "a question about one of many people, each described alike",
     "Remember the people in the following{} long collection of documents.",
-    16,
+    24,
     2,
     draw,
 )

@@ -13,11 +13,14 @@ import pytest
 from longctx.errors import LongctxError
 from longctx.evals.depth_profile import Place, find_edge
 from longctx.evals.html import html_page
+from longctx.evals.niah import VARIANTS
 from longctx.evals.registry import SUITES, find_suite
 from longctx.evals.report import table_text
 from longctx.evals.run import check_job
 from longctx.evals.suite import EvalJob
 from tests.helpers.fake_target import NUMBER, Fake, reader
+
+ROOM = VARIANTS["single"].answer_tokens
 
 
 def run(target: Fake, **job: Any) -> dict[str, Any]:
@@ -40,7 +43,7 @@ def test_the_default_is_one_number_per_length_and_depth() -> None:
     assert [(c["length"], c["outcome"]) for c in report["controls"]] == [(256, "clean"), (512, "clean")]
     prompts = [prompt for prompt, _ in target.asked]
     assert len(prompts) == 12 and sum(not NUMBER.search(prompt) for prompt in prompts) == 2
-    assert {len(p.split()) for p in prompts} == {256 - 16, 512 - 16}
+    assert {len(p.split()) for p in prompts} == {256 - ROOM, 512 - ROOM}
 
 
 def test_controls_are_outside_cells_and_score() -> None:
