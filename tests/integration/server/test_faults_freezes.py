@@ -112,6 +112,8 @@ def test_b113_neither_tokenizing_nor_prefill_freezes_the_others(live: LiveServer
     assert [a.status_code for a in answers] == [400, 400, *[200] * 5]
     bound = max(0.15, 5 * percentile(quiet.took_s, 0.95))
     assert percentile(busy.took_s, 0.95) < bound, (statistics.median(busy.took_s), max(busy.took_s))
+    # One long freeze does not show in a percentile.
+    assert max(busy.took_s) < max(1.0, 10 * max(quiet.took_s))
     assert count > 20 and max(gaps) < 10
 
 
