@@ -80,8 +80,10 @@ class Grid:
             for key in ours:
                 if self._find(CELL, key) is None:
                     self._ask_cell(key)
-            if self.make_control is not None and not any(self._find(CONTROL, key) for key in ours):
-                self._ask_control(ours[len(ours) // 2])
+            for task in dict.fromkeys(key.task for key in ours) if self.make_control is not None else ():
+                same = [key for key in ours if key.task == task]
+                if not any(self._find(CONTROL, key) for key in same):
+                    self._ask_control(same[len(same) // 2])
             for key in self._to_compare(ours):
                 if self._find(REFERENCE, key) is None:
                     self._compare(key)

@@ -90,6 +90,7 @@ def test_variants_and_samples_have_cells_of_their_own() -> None:
     assert all(len(cell["tries"]) == 3 for cell in report["cells"])
     assert len({attempt["answer"] for cell in report["cells"] for attempt in cell["tries"]}) == 18
     assert report["by_task"] == {"distractors": 1.0, "multi-value": 1.0}
+    assert [c["task"] for c in report["controls"]] == ["multi-value", "distractors"]
 
 
 def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
