@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from mmap import PAGESIZE
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ def check_shares(report: dict[str, Any], figure: str) -> None:
 def test_every_benchmark_is_tried_here() -> None:
     assert set(BENCHES) == {
         *("limits", "prefill", "decode", "prefix", "needle"),
-        *("mixed", "multiturn", "concurrency", "replay"),
+        *("mixed", "multiturn", "concurrency", "replay", "serve"),
     }
 
 
@@ -270,7 +271,7 @@ def test_growth_is_what_came_after_the_weights(folder: str) -> None:
     with open_engine(Job(folder)) as (_, engine):
         watch = GrowthWatch(engine)
         held = bytearray(b"x") * 50_000_000
-        assert watch.growth_bytes() >= len(held)
+        assert watch.growth_bytes() >= len(held) - PAGESIZE, "the first page may have been in use before"
         del held
         assert watch.growth_bytes() >= 49_000_000, "a peak is not forgotten"
         assert reset_peak() and peak_rss_bytes() <= resident_bytes() + 20_000_000
