@@ -35,9 +35,9 @@ SLOWEST_BODY_BYTES_PER_S = 16 * 1024
 BODIES_AT_ONCE = 4
 """All bodies being read together may take this many times the limit of one."""
 
-LINGER_S = 2.0
-"""After an early refusal the rest of the body is read and dropped for so long: closing on unread bytes would reset the
-connection, and take the answer with it before the client has read it."""
+LINGER_S = 10.0
+"""After a refusal the rest of a body that is being sent is read and dropped for so long: closing on unread bytes would
+reset the connection, and take the answer with it before the client has read it."""
 
 _CLIENT_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
@@ -91,7 +91,8 @@ class Guard:
             await self._app(scope, _replay(scope["state"], receive), answer.send)
         except ApiError as error:
             await answer.error(error)
-            if body is None and _header(scope["headers"], b"expect") is None:
+            is_sending = body is None and error.status != 408 and _header(scope["headers"], b"expect") is None
+            if is_sending:
                 await _drop_rest(receive)
         except Exception:
             # Of an answer that has begun the rest is missing now, on which the connection is closed.
