@@ -35,9 +35,9 @@ SLOWEST_BODY_BYTES_PER_S = 16 * 1024
 BODIES_AT_ONCE = 4
 """All bodies being read together may take this many times the limit of one."""
 
-LINGER_S = 10.0
+LINGER_S, SHORT_LINGER_S = 10.0, 1.0
 """After a refusal the rest of a body that is being sent is read and dropped for so long: closing on unread bytes would
-reset the connection, and take the answer with it before the client has read it."""
+reset the connection, and take the answer with it before the client has read it. A body that was too slow has less."""
 
 _CLIENT_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
@@ -91,9 +91,8 @@ class Guard:
             await self._app(scope, _replay(scope["state"], receive), answer.send)
         except ApiError as error:
             await answer.error(error)
-            is_sending = body is None and error.status != 408 and _header(scope["headers"], b"expect") is None
-            if is_sending:
-                await _drop_rest(receive)
+            if body is None and _header(scope["headers"], b"expect") is None:
+                await _drop_rest(receive, LINGER_S if error.status != 408 else SHORT_LINGER_S)
         except Exception:
             # Of an answer that has begun the rest is missing now, on which the connection is closed.
             log.exception("a request failed")
@@ -268,9 +267,9 @@ def _replay(state: dict[str, Any], receive: Receive) -> Callable[[], Awaitable[M
     return replay
 
 
-async def _drop_rest(receive: Receive) -> None:
+async def _drop_rest(receive: Receive, seconds: float) -> None:
     try:
-        async with asyncio.timeout(LINGER_S):
+        async with asyncio.timeout(seconds):
             while (message := await receive())["type"] == "http.request" and message.get("more_body", False):
                 pass
     except TimeoutError:
