@@ -167,10 +167,13 @@ class Service:
         return running
 
     def cancel(self, record: Record) -> None:
-        """End a live record's work, even while its prompt is still being read."""
+        """End a live record's work, even while its prompt is still being read or waits for an engine."""
         record.cancel_wanted = True
         if (running := self.running.get(record.id)) is not None:
             running.cancel()
+        elif not record.finished:
+            for choice in range(len(record.choices)):
+                self.client.cancel(_engine_id(record.id, choice))
 
     def check_open(self) -> None:
         """Raise the `ApiError` of a server that takes no requests now, with the time after which it may."""
@@ -257,4 +260,8 @@ def retry_after(seconds: float) -> float:
 
 
 def _submit_of(record_id: str, work: Work, salt: str | None) -> Submit:
-    return Submit(f"{record_id}-{work.choice}", work.token_ids, work.params, salt)
+    return Submit(_engine_id(record_id, work.choice), work.token_ids, work.params, salt)
+
+
+def _engine_id(record_id: str, choice: int) -> str:
+    return f"{record_id}-{choice}"

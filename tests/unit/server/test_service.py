@@ -238,6 +238,19 @@ def test_a_request_can_be_cancelled_while_its_prompt_is_read() -> None:
     run(main)
 
 
+def test_a_request_can_be_cancelled_while_it_waits_for_an_engine() -> None:
+    async def main() -> None:
+        service, client, _ = make_service(FakeClient(delay_s=60), FakePreparer(works=2))
+        beginning = asyncio.create_task(begin(service))
+        await settle()
+        service.cancel(service.registry.get("r1", None))
+        assert client.cancelled == ["r1-0", "r1-1"]
+        beginning.cancel()
+        await asyncio.gather(beginning, return_exceptions=True)
+
+    run(main)
+
+
 def test_a_caller_that_leaves_while_its_prompt_is_read_leaves_nothing() -> None:
     async def main() -> None:
         service, client, preparer = make_service(preparer=FakePreparer(gate=asyncio.Event()))
