@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest --numprocesses 2
 PYTEST_ARGS ?=
+# Live servers on a busy machine: what fails is tried once more, and named in the summary either way.
+RERUNS := --reruns 1 -rRf
 
 .DEFAULT_GOAL := help
 .PHONY: help setup models demo serve browser test test-fast gpu-check bench lint format clean
@@ -38,7 +40,7 @@ browser:  ## Debian's Chromium for the tests of the page, if root may install it
 	@tools/browser.sh
 
 test: setup lint  ## lint, then every test that needs no GPU, real models included
-	HF_HUB_OFFLINE=1 $(PYTEST) -m "not gpu" $(PYTEST_ARGS)
+	HF_HUB_OFFLINE=1 $(PYTEST) -m "not gpu" $(RERUNS) $(PYTEST_ARGS)
 
 test-fast: $(INSTALLED)  ## the tests that need neither a GPU nor a real model nor ten seconds
 	HF_HUB_OFFLINE=1 $(PYTEST) -m "not slow and not gpu" $(PYTEST_ARGS)
