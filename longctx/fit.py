@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 FORGET = 0.96
-"""Weight of the past after one more observation: about the last twenty-five count."""
+"""Weight of the past after one more observation like it: about the last twenty-five count."""
 
 PRIOR_WEIGHT = 0.05
 """Weight of the first guess beside one observation of weight 1: it decides only what was never observed."""
@@ -29,6 +29,10 @@ class OnlineFit:
 
     The error of an observation is predicted / measured - 1, which no measurement, however slow, drives beyond 1: a page
     fault or a first compilation hardly moves the fit, and needs no clipping that would also hide a real change.
+
+    Only what an observation speaks of is forgotten for it: a thousand small steps do not make it forget what large
+    ones cost, or they would look dearer and dearer and never be tried again. (Directional forgetting: Cao and
+    Schwartz, "A directional forgetting algorithm based on the decomposition of the information matrix", 2000.)
 
     `guess` are the coefficients before any observation, all positive. While few directions were observed the guess is
     scaled as a whole, so that one measured step already corrects all coefficients.
@@ -77,8 +81,12 @@ class OnlineFit:
         first = seconds / float(np.dot(self.guess, features))
         step = max(1 / (self.count + 1), 1 - FORGET)
         self.log_ratio += step * (math.log(first) - self.log_ratio)
-        self.gram = FORGET * self.gram + weight * np.outer(row, row)
-        self.moment = FORGET * self.moment + weight * row
+        along = self.gram @ row
+        if (known := float(row @ along)) > 0:
+            self.moment = self.moment - (1 - FORGET) * float(row @ self.moment) / known * along
+            self.gram = self.gram - (1 - FORGET) / known * np.outer(along, along)
+        self.gram = self.gram + weight * np.outer(row, row)
+        self.moment = self.moment + weight * row
         self.count += 1
         if self.count == WARM:
             self.spread = 2 * MIN_SPREAD

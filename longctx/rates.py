@@ -29,7 +29,7 @@ LAYER_OVERHEAD_S = 2e-4
 ATTENTION_SHARE = 0.5
 """First guess of the speed of attention beside the measured product and stream."""
 CHUNK_MULTIPLE = 16
-FILE_VERSION = 1
+FILE_VERSION = 2
 OVERRUN_UP, OVERRUN_DOWN, MOST_OVERRUN = 0.3, 0.03, 2.0
 """Quick to believe that steps take long, slow to forget it, and one that took ages counts no more than twice."""
 
@@ -39,8 +39,9 @@ class Rates:
     """Predicts seconds of steps from what was measured, and learns from every step.
 
     Owns two cost models, both linear with non-negative coefficients:
-    - a step with prefill rows: a + b n + c Q, n all their tokens and Q = sum of n (start + n/2), the causal pairs.
-      Window layers cost the same for every token past their window, so their share is part of b;
+    - a step with prefill rows: a + b n + c Q + h S, n all their tokens, Q = sum of n (start + n/2) their causal pairs,
+      S = sum of start the history that a step reads once, however few its tokens. Window layers cost the same for
+      every token past their window, so their share is part of b;
     - a step of decodes alone: a' + d rows + e context. In a mixed step the decodes add d rows + e context.
     `reach` is the furthest position a measured prefill got to. `tiers` are bytes per second by tier name. `overrun` is
     how many times longer than predicted steps with prefills and decodes take when they take long: whoever waits for its
@@ -68,9 +69,17 @@ class Rates:
         kv_bytes = size * sum(_kv_elements(layer) for layer in full)
         window_bytes = size * sum(_kv_elements(layer) * window for layer, window in windowed)
         tiny = 1e-15  # a coefficient's guess must be positive to be scaled
+        history = kv_bytes / kv_speed
         return cls(
-            OnlineFit((overhead + tiny, linear + window_flops / attention_flops + tiny, pair / attention_flops + tiny)),
-            OnlineFit((overhead + read + tiny, linear + window_bytes / kv_speed + tiny, kv_bytes / kv_speed + tiny)),
+            OnlineFit(
+                (
+                    overhead + tiny,
+                    linear + window_flops / attention_flops + tiny,
+                    pair / attention_flops + tiny,
+                    history + tiny,
+                )
+            ),
+            OnlineFit((overhead + read + tiny, linear + window_bytes / kv_speed + tiny, history + tiny)),
         )
 
     def observe(self, rows: Sequence[Row], seconds: float) -> None:
@@ -137,7 +146,8 @@ class Rates:
         if n < 1:
             return 0.0
         steps = 1 if chunk_tokens is None else -(-n // chunk_tokens)
-        return self.prefill.predict((steps, n, n * (start + n / 2)))
+        history = steps * start + n * (steps - 1) / 2
+        return self.prefill.predict((steps, n, n * (start + n / 2), history))
 
     def prefill_seconds(self, n: int, start: int = 0, chunk_tokens: int | None = None) -> tuple[float, float]:
         """(low, high) around `prefill_eta`: twice the typical error, more far beyond what was ever measured."""
@@ -170,7 +180,8 @@ class Rates:
         load_s = self.load_seconds(tier, bytes_per_token * n)
         if choose(load_s, self.prefill_eta(0, n)) == "load":
             return 0
-        per_start = float(self.prefill.coefficients[2]) * n
+        _, _, pair_s, history_s = self.prefill.coefficients
+        per_start = float(pair_s * n + history_s)
         if per_start <= 0 or math.isinf(load_s):
             return None
         return math.floor((load_s - self.prefill_eta(0, n)) / per_start) + 1
@@ -203,7 +214,7 @@ class Rates:
                 return None
             prefill, decode = OnlineFit.from_json(data["prefill"]), OnlineFit.from_json(data["decode"])
             tiers = {str(name): float(speed) for name, speed in data["tiers"].items()}
-            if len(prefill.guess) != 3 or len(decode.guess) != 3 or not all(x > 0 for x in tiers.values()):
+            if len(prefill.guess) != 4 or len(decode.guess) != 3 or not all(x > 0 for x in tiers.values()):
                 raise ValueError("wrong sizes")
             return cls(prefill, decode, int(data["reach"]), tiers)
         except FileNotFoundError:
@@ -260,8 +271,9 @@ def _split(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
     return [row for row in rows if row[1] > 1], [row for row in rows if row[1] == 1]
 
 
-def _prefill_features(rows: Sequence[Row]) -> tuple[float, float, float]:
-    return 1.0, float(sum(n for _, n in rows)), float(sum(n * (start + n / 2) for start, n in rows))
+def _prefill_features(rows: Sequence[Row]) -> tuple[float, float, float, float]:
+    pairs = sum(n * (start + n / 2) for start, n in rows)
+    return 1.0, float(sum(n for _, n in rows)), float(pairs), float(sum(start for start, _ in rows))
 
 
 def _decode_features(rows: Sequence[Row]) -> tuple[float, float, float]:

@@ -39,7 +39,7 @@ def decoding(engine: Engine, count: int, max_tokens: int) -> list[Request]:
     return streams
 
 
-@pytest.mark.parametrize("target_s", [0.02, 0.1])
+@pytest.mark.parametrize("target_s", [0.04, 0.1])
 @pytest.mark.parametrize("streams", [1, 3])
 def test_steps_stay_under_the_target_while_somebody_decodes(monkeypatch, target_s: float, streams: int) -> None:
     """Every step with a stream in it is predicted to take at most the target, and is filled up to near it; alone again,

@@ -61,6 +61,14 @@ def test_a_first_step_that_compiles_kernels_is_forgotten_soon() -> None:
     assert fit.predict(x) == pytest.approx(seconds(x), rel=0.15)
 
 
+def test_many_small_steps_do_not_make_it_forget_what_large_ones_cost() -> None:
+    fit = warmed()
+    for step in range(500):
+        x = features(20 * step, 16)
+        fit.observe(x, seconds(x))
+    assert fit.predict(features(8000, 512)) == pytest.approx(seconds(features(8000, 512)), rel=0.1)
+
+
 def test_it_follows_a_machine_that_became_slower() -> None:
     fit = warmed()
     for step in range(120):

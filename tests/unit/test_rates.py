@@ -20,19 +20,19 @@ from longctx.rates import Rates, break_even_speed, choose, effective_ttft, rates
 from tests.helpers.spec import make_spec
 
 SPEED = MachineSpeed(1e11, 1e10)
-A, B, C = 0.01, 1e-3, 1e-7
+A, B, C, H = 0.01, 1e-3, 1e-7, 1e-6
 DECODE_A, DECODE_ROW, DECODE_CONTEXT = 0.02, 0.001, 1e-6
 
 
 def known() -> Rates:
-    return Rates(OnlineFit((A, B, C)), OnlineFit((DECODE_A, DECODE_ROW, DECODE_CONTEXT)))
+    return Rates(OnlineFit((A, B, C, H)), OnlineFit((DECODE_A, DECODE_ROW, DECODE_CONTEXT)))
 
 
 def test_a_step_costs_its_tokens_and_its_causal_pairs() -> None:
     rates = known()
-    assert rates.step_seconds([(1000, 500)]) == pytest.approx(A + B * 500 + C * 500 * 1250)
+    assert rates.step_seconds([(1000, 500)]) == pytest.approx(A + B * 500 + C * 500 * 1250 + H * 1000)
     both = rates.step_seconds([(1000, 500), (0, 100)])
-    assert both == pytest.approx(A + B * 600 + C * (500 * 1250 + 100 * 50))
+    assert both == pytest.approx(A + B * 600 + C * (500 * 1250 + 100 * 50) + H * 1000)
     assert rates.step_seconds([(9999, 1)]) == pytest.approx(DECODE_A + DECODE_ROW + DECODE_CONTEXT * 10_000)
     mixed = rates.step_seconds([(1000, 500), (9999, 1), (99, 1)])
     assert mixed == pytest.approx(rates.step_seconds([(1000, 500)]) + 2 * DECODE_ROW + DECODE_CONTEXT * 10_100)
@@ -43,9 +43,9 @@ def test_a_step_costs_its_tokens_and_its_causal_pairs() -> None:
 def test_a_prefill_is_linear_in_its_steps_and_quadratic_in_its_tokens() -> None:
     rates = known()
     n = 100_000
-    assert rates.prefill_eta(0, n, 8192) == pytest.approx(13 * A + B * n + C * n * n / 2)
+    assert rates.prefill_eta(0, n, 8192) == pytest.approx(13 * A + B * n + C * n * n / 2 + H * 12 * n / 2)
     whole, first, rest = rates.prefill_eta(0, n), rates.prefill_eta(0, n // 2), rates.prefill_eta(n // 2, n // 2)
-    assert whole == pytest.approx(first + rest - A), "wherever it is cut"
+    assert whole == pytest.approx(first + rest - A - H * n / 2), "one step and one reading of the history less"
     assert rates.prefill_eta(500, 0) == 0
 
 
@@ -56,7 +56,8 @@ def test_the_first_guess_is_the_models_arithmetic() -> None:
     for far, near in ((100_000, 0), (200_000, 100_000)):
         pairs = 512 * (far - near) * 2 * 4 * 4 * 16  # two layers, 4 D operations per head and pair
         rise = full.step_seconds([(far, 512)]) - full.step_seconds([(near, 512)])
-        assert rise == pytest.approx(pairs / 0.5e11, rel=1e-6)
+        history = (far - near) * 2 * 2 * (16 + 16) * 4  # two layers, two heads of K and V in four bytes
+        assert rise == pytest.approx(pairs / 0.5e11 + history / 0.5e10, rel=1e-6)
         assert window.step_seconds([(far, 512)]) == pytest.approx(window.step_seconds([(near, 512)]), rel=1e-3)
     linear = full.step_seconds([(0, 512)]) - full.step_seconds([(0, 2)])
     assert linear >= 510 * 2 * spec.active_linear_params / 1e11
@@ -67,7 +68,7 @@ def test_the_first_guess_is_the_models_arithmetic() -> None:
 
 def test_it_learns_prefill_and_decode_apart() -> None:
     truth = known()
-    rates = Rates(OnlineFit((A / 3, B / 4, C / 2)), OnlineFit((DECODE_A / 2, DECODE_ROW, DECODE_CONTEXT * 3)))
+    rates = Rates(OnlineFit((A / 3, B / 4, C / 2, H / 2)), OnlineFit((DECODE_A / 2, DECODE_ROW, DECODE_CONTEXT * 3)))
     for step in range(40):
         rows = [(512 * step, 512)]
         rates.observe(rows, truth.step_seconds(rows))
@@ -81,7 +82,7 @@ def test_it_learns_prefill_and_decode_apart() -> None:
 
 def test_decodes_beside_a_prefill_are_not_counted_as_prefill() -> None:
     truth, rates = known(), known()
-    rates.prefill = OnlineFit((A / 2, B / 2, C / 2))
+    rates.prefill = OnlineFit((A / 2, B / 2, C / 2, H / 2))
     for step in range(30):
         rows = [(512 * step, 512), *((100_000 + step, 1) for _ in range(4))]
         rates.observe(rows, truth.step_seconds(rows))
@@ -161,7 +162,7 @@ def test_chunks_shrink_as_the_history_grows_and_add_up() -> None:
 
 
 def test_even_a_hopeless_prefill_is_counted_at_once() -> None:
-    slow = Rates(OnlineFit((1e6, 1e3, 1e-1)), OnlineFit((1e6, 1e3, 1e-1)))
+    slow = Rates(OnlineFit((1e6, 1e3, 1e-1, 1e-9)), OnlineFit((1e6, 1e3, 1e-1)))
     before = time.perf_counter()
     assert slow.chunks(2**30, 8192) == (2**30, 1)
     assert time.perf_counter() - before < 2
@@ -204,7 +205,7 @@ def test_fetch_only_where_it_is_faster() -> None:
 
 def test_the_break_even_is_where_the_choice_turns() -> None:
     rates, size, n = known(), 100_000, 256
-    rates.tiers["g3"] = size * n / (rates.prefill_eta(0, n) + C * n * 50_000)
+    rates.tiers["g3"] = size * n / (rates.prefill_eta(0, n) + (C * n + H) * 50_000)
     turn = rates.break_even_start("g3", size, n)
     assert turn == pytest.approx(50_000, abs=2)
     for start, choice in ((turn, "load"), (turn - 2, "recompute")):
@@ -246,10 +247,10 @@ def test_what_was_learned_survives_a_restart(tmp_path: Path) -> None:
         "{",
         "[]",
         "null",
-        '{"version": 1}',
-        '{"version": 1, "prefill": 3}',
+        '{"version": 2}',
+        '{"version": 2, "prefill": 3}',
         "\x00\x00",
-        '{"version": 1, "prefill": {}}',
+        '{"version": 2, "prefill": {}}',
     ],
 )
 def test_a_corrupt_file_is_ignored_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str) -> None:
