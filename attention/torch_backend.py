@@ -50,7 +50,7 @@ class TorchBackend:
         end = start + num_tokens
         first, last = rows_that_see(span, start, end, params.window)
         if first == last:
-            return empty_state(num_tokens, num_heads, span.view.layer.v.shape[3], q_THD.device)
+            return empty_state(num_tokens, num_heads, span.view.layer.v_dim, q_THD.device)
 
         cuts = list(self._cuts(first, last, span, params.window, q_THD.device))
         lo, hi = min(c.lo for c in cuts), max(c.hi for c in cuts)
@@ -109,16 +109,16 @@ class TorchBackend:
     def _gather(self, span: Span, lo: int, hi: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values at [lo, hi) of the span's sequence, zeros past the span's end, in the reused buffers."""
         layer = span.view.layer
-        out = (self._buffer("k", layer.k, hi - lo), self._buffer("v", layer.v, hi - lo))
+        out = (self._buffer("k", layer.k, layer.k_dim, hi - lo), self._buffer("v", layer.v, layer.v_dim, hi - lo))
         length = max(0, min(hi, span.start + span.length) - lo)
         return gather_tokens(layer, span.view.table, lo, length, hi - lo, out)
 
-    def _buffer(self, name: str, stored_NKBD: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        _, num_kv_heads, _, dim = stored_NKBD.shape
+    def _buffer(self, name: str, stored_NKBS: torch.Tensor, dim: int, num_tokens: int) -> torch.Tensor:
+        num_kv_heads = stored_NKBS.shape[1]
         size = num_kv_heads * num_tokens * dim
-        key = (name, stored_NKBD.device)
+        key = (name, stored_NKBS.device)
         if key not in self._buffers or self._buffers[key].numel() < size:
-            self._buffers[key] = torch.empty(size, dtype=torch.float32, device=stored_NKBD.device)
+            self._buffers[key] = torch.empty(size, dtype=torch.float32, device=stored_NKBS.device)
         return self._buffers[key][:size].view(num_kv_heads, num_tokens, dim)
 
 

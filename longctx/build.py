@@ -22,7 +22,7 @@ from longctx.models.linears import pack_linears
 from longctx.models.load import LoadedModel, load_model
 from longctx.models.rotary import swap_rotary
 from longctx.params import SamplingParams
-from longctx.quant.formats import FORMATS, STORABLE, KVFormat, format_of_dtype
+from longctx.quant.formats import FORMATS, KVFormat, format_of_dtype
 from longctx.rates import Rates, rates_for
 from longctx.request import ScoreSheet
 
@@ -104,11 +104,9 @@ def size_pool(cache: CacheConfig, shape: PoolShape, fixed: Fixed) -> Partition:
 
 
 def resolve_format(name: str, dtype: str) -> KVFormat:
-    """The KV format called `name`, "auto" being the model's own dtype; refuses what cannot be stored yet."""
+    """The KV format called `name`, "auto" being the model's own dtype."""
     if name == "auto":
         return format_of_dtype(dtype)
     if name not in FORMATS:
         raise LongctxError(f"unknown KV format {name!r}; known formats: auto, {', '.join(FORMATS)}")
-    if name not in STORABLE:
-        raise LongctxError(f"KV format {name!r} can be planned for but not stored yet; use auto, {', '.join(STORABLE)}")
     return FORMATS[name]

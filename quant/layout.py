@@ -1,6 +1,6 @@
 """The bytes of a block: equal segments, one per layer, K and V apart, every part aligned."""
 
-# Shape legend: N slots, K kv heads, B block tokens, D head dim.
+# Shape legend: N slots, K kv heads, B block tokens, D head dim, S stored elements of a vector, C its scales.
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import torch
 
 from longctx.quant.formats import KVFormat
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 ALIGN = 64
 
 
@@ -19,19 +19,30 @@ def align_up(num_bytes: int, alignment: int = ALIGN) -> int:
 
 @dataclass(frozen=True)
 class LayerKV:
-    """One layer's window onto a pool: `k` [N, K, B, Dk] and `v` [N, K, B, Dv], strided views of the pool's bytes.
+    """One layer's window onto a pool: `k` and `v` [N, K, B, S], strided views of the pool's bytes in the stored dtype.
 
-    Rows of a slot past the written tokens may hold anything, NaN included. Offsets are 64-bit.
+    `k_scale` and `v_scale` are [N, K, B, C], None for formats without scales. `k_dim` and `v_dim` are the head dims
+    (S = D but where elements share a byte). Rows of a slot past the written tokens may hold anything, NaN included.
+    Offsets are 64-bit.
     """
 
     k: torch.Tensor
     v: torch.Tensor
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
+    k_dim: int
+    v_dim: int
     k_format: KVFormat
     v_format: KVFormat
 
     @property
     def block_tokens(self) -> int:
         return self.k.shape[2]
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Everything that is stored, each [N, K, B, ...]."""
+        return tuple(x for x in (self.k, self.v, self.k_scale, self.v_scale) if x is not None)
 
 
 @dataclass(frozen=True)
@@ -61,10 +72,7 @@ class BlockLayout:
 
     @property
     def scale_bytes(self) -> int:
-        vectors = self.num_kv_heads * self.block_tokens
-        return align_up(vectors * self.k_format.scale_bytes(self.k_dim)) + align_up(
-            vectors * self.v_format.scale_bytes(self.v_dim)
-        )
+        return self._vector_scales(self.k_format, self.k_dim) + self._vector_scales(self.v_format, self.v_dim)
 
     @property
     def segment_bytes(self) -> int:
@@ -79,17 +87,29 @@ class BlockLayout:
         assert pool.dtype == torch.uint8 and pool.dim() == 1 and pool.numel() % self.block_bytes == 0
         assert 0 <= layer < self.num_layers
         k_start = layer * self.segment_bytes
+        v_start = k_start + self.k_bytes
+        k_scale_start = v_start + self.v_bytes
+        v_scale_start = k_scale_start + self._vector_scales(self.k_format, self.k_dim)
         return LayerKV(
-            self._vectors(pool, k_start, self.k_format, self.k_dim),
-            self._vectors(pool, k_start + self.k_bytes, self.v_format, self.v_dim),
+            self._view(pool, k_start, self.k_format.torch_dtype, self.k_format.stored_dim(self.k_dim)),
+            self._view(pool, v_start, self.v_format.torch_dtype, self.v_format.stored_dim(self.v_dim)),
+            self._scale_view(pool, k_scale_start, self.k_format, self.k_dim),
+            self._scale_view(pool, v_scale_start, self.v_format, self.v_dim),
+            self.k_dim,
+            self.v_dim,
             self.k_format,
             self.v_format,
         )
 
-    def _vectors(self, pool: torch.Tensor, start: int, fmt: KVFormat, dim: int) -> torch.Tensor:
-        assert fmt.torch_dtype is not None
-        size = fmt.bits // 8
-        typed = pool.view(fmt.torch_dtype)
-        shape = (pool.numel() // self.block_bytes, self.num_kv_heads, self.block_tokens, dim)
-        strides = (self.block_bytes // size, self.block_tokens * dim, dim, 1)
-        return typed.as_strided(shape, strides, start // size)
+    def _vector_scales(self, fmt: KVFormat, dim: int) -> int:
+        return align_up(self.num_kv_heads * self.block_tokens * fmt.scale_bytes(dim))
+
+    def _scale_view(self, pool: torch.Tensor, start: int, fmt: KVFormat, dim: int) -> torch.Tensor | None:
+        return self._view(pool, start, fmt.scale_dtype, fmt.num_scales(dim)) if fmt.scales else None
+
+    def _view(self, pool: torch.Tensor, start: int, dtype: torch.dtype, width: int) -> torch.Tensor:
+        """[N, K, B, width] of `dtype` from byte `start` of every block on."""
+        size = dtype.itemsize
+        shape = (pool.numel() // self.block_bytes, self.num_kv_heads, self.block_tokens, width)
+        strides = (self.block_bytes // size, self.block_tokens * width, width, 1)
+        return pool.view(dtype).as_strided(shape, strides, start // size)

@@ -1,6 +1,6 @@
-"""Writing projected keys and values into a pool's slots, and gathering a range of positions back out."""
+"""Writing projected keys and values into a pool's slots, and gathering a range of positions back out, decoded."""
 
-# Shape legend: T new tokens, S gathered tokens, N slots, K kv heads, B block tokens, D head dim.
+# Shape legend: T new tokens, S gathered tokens, n blocks, K kv heads, B block tokens, D head dim.
 from __future__ import annotations
 
 from itertools import pairwise
@@ -12,7 +12,6 @@ from longctx.quant.layout import LayerKV
 
 # Beyond this many runs of neighbouring rows, one indexed write is cheaper than a copy for each run.
 MAX_RUNS = 16
-FP16_MAX = 65504.0
 
 
 def store_tokens(
@@ -22,29 +21,28 @@ def store_tokens(
     k_KTD: torch.Tensor,
     v_KTD: torch.Tensor,
 ) -> None:
-    """Write token t's vectors into row `rows_T[t]` of slot `slots_T[t]`, in the pool's stored dtype.
+    """Write token t's vectors into row `rows_T[t]` of slot `slots_T[t]`, in the pool's stored format.
 
-    `k_KTD` [K, T, Dk] and `v_KTD` [K, T, Dv] may be strided. No two tokens may share a place. fp16 ends at 65,504: what
-    is larger is stored as that, for one infinite key would make every later query's attention NaN.
+    `k_KTD` [K, T, Dk] and `v_KTD` [K, T, Dv] may be strided. No two tokens may share a place.
     """
     assert k_KTD.shape[1] == v_KTD.shape[1] == len(slots_T) == len(rows_T)
-    if layer.k.dtype == torch.float16:
-        k_KTD = k_KTD.clamp(-FP16_MAX, FP16_MAX)
-    if layer.v.dtype == torch.float16:
-        v_KTD = v_KTD.clamp(-FP16_MAX, FP16_MAX)
+    k_data, k_scale = layer.k_format.codec.encode(k_KTD)
+    v_data, v_scale = layer.v_format.codec.encode(v_KTD)
+    encoded = ((layer.k, k_data), (layer.v, v_data), (layer.k_scale, k_scale), (layer.v_scale, v_scale))
+    writes = [(stored, new) for stored, new in encoded if stored is not None and new is not None]
     if layer.k.device.type == "cpu":
         slots, rows = np.asarray(slots_T), np.asarray(rows_T)
         runs = _neighbour_runs(slots, rows)
         if len(runs) <= MAX_RUNS or len(runs) * MAX_RUNS <= len(slots):
             for begin, end in runs:
                 slot, row = int(slots[begin]), int(rows[begin])
-                layer.k[slot, :, row : row + end - begin].copy_(k_KTD[:, begin:end])
-                layer.v[slot, :, row : row + end - begin].copy_(v_KTD[:, begin:end])
+                for stored, new in writes:
+                    stored[slot, :, row : row + end - begin].copy_(new[:, begin:end])
             return
     device = layer.k.device
     slots_at, rows_at = (torch.as_tensor(x, dtype=torch.int64, device=device) for x in (slots_T, rows_T))
-    layer.k[slots_at, :, rows_at] = k_KTD.transpose(0, 1).to(layer.k.dtype)
-    layer.v[slots_at, :, rows_at] = v_KTD.transpose(0, 1).to(layer.v.dtype)
+    for stored, new in writes:
+        stored[slots_at, :, rows_at] = new.transpose(0, 1)
 
 
 def _neighbour_runs(slots: np.ndarray, rows: np.ndarray) -> list[tuple[int, int]]:
@@ -73,7 +71,8 @@ def gather_tokens(
     assert 0 <= length <= total and start >= 0
     if out is None:
         k_KSD, v_KSD = (
-            torch.empty(x.shape[1], total, x.shape[3], dtype=torch.float32, device=x.device) for x in (layer.k, layer.v)
+            torch.empty(layer.k.shape[1], total, dim, dtype=torch.float32, device=layer.k.device)
+            for dim in (layer.k_dim, layer.v_dim)
         )
         out = (k_KSD, v_KSD)
     for target_KSD in out:
@@ -88,14 +87,20 @@ def gather_tokens(
         num_blocks = 1 if row or slot == 0 else _consecutive_slots(table, position // block, end // block)
         count = num_blocks * block if num_blocks > 1 else min(block - row, end - position)
         begin = position - start
-        for stored, target_KSD in ((layer.k, out[0]), (layer.v, out[1])):
+        for stored, scale, fmt, target_KSD in (
+            (layer.k, layer.k_scale, layer.k_format, out[0]),
+            (layer.v, layer.v_scale, layer.v_format, out[1]),
+        ):
+            into_KSD = target_KSD[:, begin : begin + count]
             if slot == 0:
-                target_KSD[:, begin : begin + count].zero_()
+                into_KSD.zero_()
             elif num_blocks > 1:
-                target_KnBD = target_KSD[:, begin : begin + count].unflatten(1, (num_blocks, block))
-                target_KnBD.copy_(stored[slot : slot + num_blocks].transpose(0, 1))
+                at = slice(slot, slot + num_blocks)
+                scale_KnBC = None if scale is None else scale[at].transpose(0, 1)
+                fmt.codec.decode(stored[at].transpose(0, 1), scale_KnBC, into_KSD.unflatten(1, (num_blocks, block)))
             else:
-                target_KSD[:, begin : begin + count].copy_(stored[slot, :, row : row + count])
+                at = slice(row, row + count)
+                fmt.codec.decode(stored[slot, :, at], None if scale is None else scale[slot, :, at], into_KSD)
         position += count
     return out
 

@@ -45,5 +45,5 @@ class KVStorage:
     def copy_rows(self, copy: CopyRows) -> None:
         """Copy the first rows of one slot into another, for all layers of the group."""
         for layer in self._by_group[copy.group]:
-            layer.k[copy.dst, :, : copy.rows] = layer.k[copy.src, :, : copy.rows]
-            layer.v[copy.dst, :, : copy.rows] = layer.v[copy.src, :, : copy.rows]
+            for stored in layer.tensors:
+                stored[copy.dst, :, : copy.rows] = stored[copy.src, :, : copy.rows]

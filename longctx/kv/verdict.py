@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -11,7 +10,7 @@ from longctx.kv.groups import LayerGroup
 from longctx.kv.memory import Fixed
 from longctx.kv.partition import Partition, PoolShape
 from longctx.kv.sizes import request_bytes, with_format
-from longctx.quant.formats import FORMATS, STORABLE
+from longctx.quant.formats import FORMATS
 from longctx.units import format_bytes
 
 
@@ -156,9 +155,7 @@ def remedy_for(
         elif change == "concurrency":
             texts.append((1 - int(value) / demand.concurrency, f"--concurrency {value}"))
         elif change == "kv_format":
-            usable = value in STORABLE
-            later = "" if usable else ", which this version can plan but not yet store"
-            texts.append((0.5 if usable else math.inf, f"--kv-format {value}{later}"))
+            texts.append((0.5, f"--kv-format {value}"))
         else:
             texts.append((needed / max(limit, 1) - 1, f"--kv-memory {format_bytes(needed)} ({needed} bytes){in_all}"))
     if verdict == "spills":

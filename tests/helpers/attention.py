@@ -14,7 +14,7 @@ from longctx.attention.backend import Backend
 from longctx.attention.span import AttnParams, DecodeBatch, KVView, prefill_spans
 from longctx.attention.state import AttnState
 from longctx.quant.formats import FORMATS
-from longctx.quant.layout import BlockLayout
+from longctx.quant.layout import BlockLayout, LayerKV
 from longctx.quant.store import store_tokens
 
 
@@ -45,12 +45,21 @@ def stored(
     layout = BlockLayout(2, num_kv_heads, block_tokens, dim, v_KSD.shape[2], FORMATS[fmt], FORMATS[fmt])
     pool = torch.zeros(layout.block_bytes * (num_blocks + 3), dtype=torch.uint8, device=k_KSD.device)
     layer = layout.layer_view(pool, 1)
-    layer.k.fill_(poison_k)
-    layer.v.fill_(poison_v)
+    poison(layer, poison_k, poison_v)
     table = np.random.default_rng(num_tokens).permutation(num_blocks + 2)[:num_blocks] + 1
     positions = np.arange(num_tokens)
     store_tokens(layer, table[positions // block_tokens], positions % block_tokens, k_KSD, v_KSD)
     return Sequence(KVView(layer, table), k_KSD, v_KSD)
+
+
+def poison(layer: LayerKV, k: float = math.nan, v: float = math.nan) -> None:
+    """Fill every stored element, or its scale where elements have codes, with a value that no result may contain."""
+    for data, scale, value in ((layer.k, layer.k_scale, k), (layer.v, layer.v_scale, v)):
+        if scale is None:
+            data.fill_(value)
+        else:
+            data.view(torch.uint8).fill_(0x77)
+            scale.fill_(value)
 
 
 def random_sequence(
