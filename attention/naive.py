@@ -21,7 +21,7 @@ def naive_state(
 ) -> AttnState:
     """State in float64 of queries at `positions_T` over keys at positions first_key .. first_key+S-1.
 
-    A query at position i sees the keys at max(0, i-window+1) .. i; keys that no query sees are not read.
+    `AttnParams` says which keys a query sees; keys that no query sees are not read.
     """
     num_tokens, num_heads, _ = q_THD.shape
     group = num_heads // k_KSD.shape[0]
@@ -29,7 +29,9 @@ def naive_state(
     distance_TS = positions_T[:, None] - key_S[None, :]
     seen_TS = distance_TS >= 0
     if params.window is not None:
-        seen_TS &= distance_TS < params.window
+        seen_TS &= (distance_TS < params.window) | (key_S < params.sinks)
+    if params.local_chunk is not None:
+        seen_TS &= positions_T[:, None] // params.local_chunk == key_S // params.local_chunk
     used_S = seen_TS.any(0)
     seen_TS = seen_TS[:, used_S]
     if seen_TS.shape[1] == 0:

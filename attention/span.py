@@ -16,11 +16,18 @@ TILE_TOKENS = 2048
 
 @dataclass(frozen=True)
 class AttnParams:
-    """Per-layer constants of attention. `window` counts the query's own position; None is full attention."""
+    """Per-layer constants of attention: a query at position i sees key j <= i of its sequence if
+
+    - `window` is None (full attention) or i - j < window (the query's own position counts), or j < `sinks`: the first
+      positions, which stay visible beside a window;
+    - and `local_chunk` is None or i and j lie between the same multiples of it. Not together with a window.
+    """
 
     scale: float
     window: int | None = None
     softcap: float | None = None
+    sinks: int = 0
+    local_chunk: int | None = None
 
 
 @dataclass(frozen=True)
