@@ -149,6 +149,15 @@ class Rates:
         history = steps * start + n * (steps - 1) / 2
         return self.prefill.predict((steps, n, n * (start + n / 2), history))
 
+    def remaining_seconds(self, own: Row, rows: Sequence[Row], start: int, n: int) -> float:
+        """Most likely seconds until a prompt's tokens [start, start + n) are computed, in steps of `rows` as now, of
+        which its own part is `own`: what else is in them takes its time in every one."""
+        if n < 1:
+            return 0.0
+        steps = -(-n // own[1])
+        others = max(0.0, self.step_seconds(rows) - self.prefill.predict(_prefill_features([own])))
+        return self.prefill_eta(start, n, own[1]) + steps * others
+
     def prefill_seconds(self, n: int, start: int = 0, chunk_tokens: int | None = None) -> tuple[float, float]:
         """(low, high) around `prefill_eta`: twice the typical error, more far beyond what was ever measured."""
         middle = self.prefill_eta(start, n, chunk_tokens)

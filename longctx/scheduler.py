@@ -15,7 +15,7 @@ from longctx.errors import QueueFullError
 from longctx.events import Event
 from longctx.kv.cache import KVCache, Match
 from longctx.kv.memory import max_scored
-from longctx.rates import Rates
+from longctx.rates import Rates, Row
 from longctx.request import Request, Status
 from longctx.step import CopyRows, RowResult, StepRow, StepSpec
 
@@ -52,6 +52,7 @@ class Scheduler:
         self.live: dict[str, Request] = {}
         self.counters = Counters()
         self._added = 0
+        self._step: dict[str, Row] = {}
 
     @property
     def has_work(self) -> bool:
@@ -87,6 +88,7 @@ class Scheduler:
         contexts = [p.request.num_computed for p in decodes]
         prefills = self._place(self._share([r for r in self.running if r.in_prefill], contexts))
         rows = [self._row(p) for p in (*decodes, *prefills) if p.request.status is Status.RUNNING]
+        self._step = {row.request_id: (row.start, row.n) for row in rows}
         return StepSpec(tuple(rows), tuple(copies))
 
     def _admit(self) -> list[CopyRows]:
@@ -305,11 +307,11 @@ class Scheduler:
     # -- telling -------------------------------------------------------------------------------------------------
 
     def progress(self, request: Request, extra_tokens: int) -> Event:
-        """Where a running prefill stands, `extra_tokens` beyond its last commit."""
+        """Where a running prefill stands, `extra_tokens` beyond its last commit; it is expected to go on in steps like
+        the latest."""
         done = request.num_computed + extra_tokens
         left = request.num_prompt_tokens - done
-        chunk = self._score_chunk if request.scoring else None
-        eta_s = self._rates.prefill_eta(done, left, chunk) if left > 0 else 0.0
+        eta_s = self._rates.remaining_seconds(self._step[request.id], list(self._step.values()), done, left)
         return request.progress(time.perf_counter(), done, eta_s)
 
     def queue_progress(self) -> list[Event]:

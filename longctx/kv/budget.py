@@ -103,7 +103,8 @@ def plan(
     served = verdict in ("fits", "spills")
     by_bytes = tokens_that_fit(groups, kv_limit, demand.concurrency)
     num_chunks, last_chunk = _chunks(demand.tokens, max_chunk, rates if chunk_tokens is None else None)
-    seconds = None if rates is None else rates.prefill_seconds(demand.tokens, chunk_tokens=max_chunk)
+    usual_chunk = ceil_div(demand.tokens, num_chunks)
+    seconds = None if rates is None else rates.prefill_seconds(demand.tokens, chunk_tokens=usual_chunk)
     most_tokens = max(demand.tokens, max_positions or 0) if by_bytes is None else by_bytes
     return Plan(
         verdict=verdict,

@@ -49,6 +49,19 @@ def test_a_prefill_is_linear_in_its_steps_and_quadratic_in_its_tokens() -> None:
     assert rates.prefill_eta(500, 0) == 0
 
 
+def test_what_is_left_of_a_prompt_takes_longer_beside_others() -> None:
+    rates, own, decodes = known(), (4000, 100), [(9999, 1), (99, 1)]
+    alone = rates.remaining_seconds(own, [own], 4100, 1000)
+    assert alone == pytest.approx(rates.prefill_eta(4100, 1000, 100))
+    beside = rates.remaining_seconds(own, [*decodes, own], 4100, 1000)
+    assert beside == pytest.approx(alone + 10 * (2 * DECODE_ROW + DECODE_CONTEXT * 10_100))
+    shared = rates.remaining_seconds(own, [own, (0, 300)], 4100, 1000)
+    assert shared == pytest.approx(alone + 10 * (B * 300 + C * 300 * 150))
+    steps = [rates.step_seconds([*decodes, (4100 + 100 * i, 100)]) for i in range(10)]
+    assert beside == pytest.approx(sum(steps)), "the sum of the steps that it predicts"
+    assert rates.remaining_seconds(own, [own], 4100, 0) == 0
+
+
 def test_the_first_guess_is_the_models_arithmetic() -> None:
     spec = make_spec()
     full, windowed = Rates.initial(spec, SPEED), [replace(layer, window=512) for layer in spec.layers]
