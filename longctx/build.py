@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any
 
 import numpy as np
 import torch
 
 from longctx import machine
-from longctx.config import CacheConfig, EngineConfig
+from longctx.config import CacheConfig, EngineConfig, LoadConfig
 from longctx.engine import Engine
 from longctx.errors import EngineError, LongctxError
 from longctx.events import FinishEvent
@@ -51,6 +53,20 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         progress("compiling kernels", 0, 1)
     engine.runner.warm_up()
     return engine
+
+
+def build_beside(engine: Engine, options: Mapping[str, Any]) -> Engine:
+    """An engine over the loaded model of another, with its config but for some `options`, and pools of its own.
+
+    Raises `LongctxError` for an option that would load other weights or other arithmetic.
+    """
+    config = engine.config.changed(**options)
+    if config.load != engine.config.load:
+        names = [f.name for f in fields(LoadConfig) if f.name in options]
+        raise LongctxError(f"{', '.join(names)} decides what is loaded: make a new LLM instead of one beside another")
+    beside = assemble(config, engine.loaded, rates_for(engine.loaded.spec))
+    beside.runner.warm_up()
+    return beside
 
 
 def score_alone(engine: Engine, token_ids: Sequence[int]) -> np.ndarray:

@@ -101,6 +101,10 @@ class EngineConfig:
 
         Raises `LongctxError` for a name that no part knows, naming those that exist.
         """
+        return cls(LoadConfig(model)).changed(**options)
+
+    def changed(self, **options: Any) -> EngineConfig:
+        """This config with some options set, by the names and with the errors of `from_options`."""
         for name, parse in (
             ("kv_memory", parse_bytes),
             ("device_memory", parse_bytes),
@@ -110,7 +114,7 @@ class EngineConfig:
         ):
             if isinstance(options.get(name), str):
                 options[name] = parse(options[name], name)
-        parts: dict[str, Any] = {"load": LoadConfig(model), "cache": CacheConfig(), "scheduler": SchedulerConfig()}
+        parts: dict[str, Any] = {"load": self.load, "cache": self.cache, "scheduler": self.scheduler}
         for name, value in options.items():
             for part_name, part in parts.items():
                 if name != "model" and name in {f.name for f in fields(part)}:
@@ -119,4 +123,4 @@ class EngineConfig:
             else:
                 known = sorted(f.name for part in parts.values() for f in fields(part) if f.name != "model")
                 raise LongctxError(f"unknown option {name!r}; known options: {', '.join(known)}")
-        return cls(**parts)
+        return EngineConfig(**parts)

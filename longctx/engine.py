@@ -73,7 +73,9 @@ class Engine:
         backends = pick_backends(loaded.model.device)
         if config.scheduler.deterministic:
             backends = replace(backends, decode=None)
-        self.runner = Runner(loaded.model, spec, groups, partition.num_slots, backends, loaded.vocab_limit)
+        self.runner = Runner(
+            loaded.model, spec, groups, partition.num_slots, backends, loaded.vocab_limit, turn=loaded.turn
+        )
         self.on_progress: Callable[[Event], None] | None = None
         self.last_step: StepSpec | None = None
         self._key_space = KeySpace(

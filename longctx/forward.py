@@ -19,6 +19,9 @@ from longctx.parallel.group import Group
 from longctx.quant.store import store_tokens
 from longctx.step import StepRow
 
+OnAttention = Callable[[int, np.ndarray, torch.Tensor], None]
+"""Hears (layer, positions [T] int64, attention output [T, H, Dv] fp32); the tensor is to be copied, not kept."""
+
 
 @dataclass(frozen=True)
 class _GroupPlan:
@@ -35,7 +38,8 @@ class ForwardPlan:
 
     Every layer first stores its new keys and values, then attends to what is stored, so a logit never depends on
     whether a key was computed in this step or long ago. `on_layer(fraction)` is called after each layer with the share
-    of layers done; it may raise to abandon the step.
+    of layers done; it may raise to abandon the step. `on_attention` sees each layer's result before anything is made
+    of it.
     """
 
     def __init__(
@@ -47,12 +51,14 @@ class ForwardPlan:
         backends: Backends,
         group: Group,
         on_layer: Callable[[float], None] | None = None,
+        on_attention: OnAttention | None = None,
     ):
         self._layers = layers
         self._storage = storage
         self._backends = backends
         self._group = group
         self._on_layer = on_layer
+        self._on_attention = on_attention
         self._done = 0
         offsets = np.cumsum([0, *(row.n for row in rows)])
         decodes = [backends.decode is not None and row.n == 1 and row.start >= row.num_prompt_tokens for row in rows]
@@ -106,7 +112,7 @@ class ForwardPlan:
         out_THD = torch.empty(q_THD.shape[0], spec.num_heads, spec.v_dim, dtype=torch.float32, device=q_HTD.device)
         for i, offset in self._prefills:
             row = self._rows[i]
-            spans = prefill_spans(KVView(kv, plan.tables[i]), row.start, row.n, spec.window)
+            spans = prefill_spans(KVView(kv, plan.tables[i]), row.start, row.n, params)
             rows = slice(offset, offset + row.n)
             state = attend(q_THD[rows], row.start, spans, params, self._backends.prefill)
             out_THD[rows] = self._close(state, sink_H)
@@ -114,6 +120,8 @@ class ForwardPlan:
             assert self._backends.decode is not None
             state = self._backends.decode.decode_state(q_THD[self._decode_flat], kv, plan.decode, params)
             out_THD[self._decode_flat] = self._close(state, sink_H)
+        if self._on_attention is not None:
+            self._on_attention(layer, self.positions_T, out_THD)
         self._done += 1
         if self._on_layer is not None:
             self._on_layer(self._done / len(self._layers))

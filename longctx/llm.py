@@ -5,17 +5,20 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Number
 from typing import Any
 
 import numpy as np
 
-from longctx.build import Progress, build_engine
+from longctx.build import Progress, build_beside, build_engine
 from longctx.config import EngineConfig
+from longctx.engine import Engine
 from longctx.errors import EngineError, LongctxError, QueueFullError, RequestError
 from longctx.events import Event, FinishEvent, PromptLogprobs, Timings, TokenEvent, TokenLogprobs, Usage
+from longctx.forward import OnAttention
 from longctx.kv.budget import Plan
 from longctx.loop import EngineLoop, Subscription
 from longctx.models.tokenizer import encode_chat, encode_prompt
@@ -79,8 +82,18 @@ class LLM:
     """
 
     def __init__(self, model: str, *, progress: Progress | None = None, **options: Any):
-        self.engine = build_engine(EngineConfig.from_options(model, **options), progress)
-        self._loop = EngineLoop(self.engine)
+        self._drive(build_engine(EngineConfig.from_options(model, **options), progress))
+
+    def beside(self, **options: Any) -> LLM:
+        """Another engine over the same weights, with pools of its own: this one's options but for some of those of the
+        cache and the scheduler, for example `kv_format="int8"`. Either waits while the other computes."""
+        other = object.__new__(type(self))
+        other._drive(build_beside(self.engine, options))
+        return other
+
+    def _drive(self, engine: Engine) -> None:
+        self.engine = engine
+        self._loop = EngineLoop(engine)
         self._finalizer = weakref.finalize(self, self._loop.close)
 
     @property
@@ -155,20 +168,57 @@ class LLM:
         """Ask for a request to end, between two layers at the latest. False if it is not alive."""
         return self._loop.cancel(request if isinstance(request, str) else request.id)
 
-    def score(self, token_ids: Sequence[int], *, logits: bool = False) -> Score:
+    def score(
+        self,
+        token_ids: Sequence[int],
+        *,
+        logits: bool = False,
+        decode: int = 0,
+        on_logits: Callable[[int, np.ndarray], None] | None = None,
+    ) -> Score:
         """Logprob of every token given those before it, in bounded memory; with `logits`, every row too.
 
-        Nothing is taken from the prefix cache: a cached position has no logits.
+        The last `decode` tokens are computed one by one, as an answer's are. `on_logits(start, rows)` hears the logits
+        [n, vocab] of positions from `start` on as they come, from the engine's thread, and none are kept; a position
+        may come again. Nothing is taken from the prefix cache: a cached position has no logits.
         """
-        sheet = ScoreSheet(want_logits=logits)
+        if not 0 <= decode < max(1, len(token_ids)):
+            raise RequestError(f"decode={decode} must be at least 0 and leave one of {len(token_ids)} tokens to read")
+        failed: list[BaseException] = []
+
+        def hand_over(start: int, rows: np.ndarray) -> None:
+            try:
+                if on_logits is not None and not failed:
+                    on_logits(start, rows)
+            except BaseException as error:
+                # It is the caller's, not the engine's: the engine goes on, the caller gets it.
+                failed.append(error)
+                self.cancel(request)
+
+        sheet = ScoreSheet(logits or on_logits is not None, decode, None if on_logits is None else hand_over)
         request = self.engine.make_request(token_ids, SamplingParams(max_tokens=1), score=sheet)
         [output] = self._run_all([request])
+        if failed:
+            raise failed[0]
         if output.error is not None:
             raise EngineError(output.error)
         if output.finish_reason != "scored":
             raise LongctxError("the request was cancelled before everything was scored")
         logprobs = np.concatenate(sheet.logprobs)[:-1]
-        return Score([None, *logprobs.tolist()], np.concatenate(sheet.logits) if logits else None)
+        return Score([None, *logprobs.tolist()], np.concatenate(sheet.logits) if sheet.logits else None)
+
+    @contextmanager
+    def probe(self, on_attention: OnAttention) -> Iterator[None]:
+        """Let `on_attention(layer, positions, out)` see every layer's attention output while the block runs.
+
+        positions [T] int64, out [T, heads, head dim] float32, to be copied and not kept. It is called by the engine's
+        thread, for all rows of a step together: run one request at a time.
+        """
+        self.engine.runner.on_attention = on_attention
+        try:
+            yield
+        finally:
+            self.engine.runner.on_attention = None
 
     def close(self) -> None:
         """Stop the engine's thread and keep the step times it learned; open requests are cancelled."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import time
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -56,9 +56,16 @@ def token_buffer(values: Iterable[Any]) -> array[int]:
 
 @dataclass
 class ScoreSheet:
-    """What a scoring request collects: the logprob of each next token and, if wanted, all logits [n, V]."""
+    """What a scoring request collects: the logprob of each next token and, if wanted, all logits [n, V].
+
+    The last `decode` tokens are computed one by one, as those of an answer would be. With `on_logits(start, rows)` the
+    logits [n, V] of positions from `start` on are handed over as they come instead of being kept; rows that a
+    preemption made necessary again come again.
+    """
 
     want_logits: bool = False
+    decode: int = 0
+    on_logits: Callable[[int, np.ndarray], None] | None = None
     logprobs: list[np.ndarray] = field(default_factory=list)
     logits: list[np.ndarray] = field(default_factory=list)
 
@@ -69,9 +76,12 @@ class ScoreSheet:
     def take(self, result: RowResult) -> None:
         """Keep what a step computed."""
         assert result.scores is not None
-        self.logprobs.append(result.scores.logprobs)
         if result.logits is not None:
-            self.logits.append(result.logits)
+            if self.on_logits is not None:
+                self.on_logits(self.num_scored, result.logits)
+            else:
+                self.logits.append(result.logits)
+        self.logprobs.append(result.scores.logprobs)
 
     def rewind(self, num_scored: int) -> None:
         """Forget what will be computed again: every position from `num_scored` on."""
@@ -150,7 +160,7 @@ class Request:
     reported: int = 0
 
     def __post_init__(self) -> None:
-        self.num_prompt_tokens = len(self.token_ids)
+        self.num_prompt_tokens = len(self.token_ids) - self._num_forced
         self._stop = StopMatcher(self.params.stop)
         self._counts = TokenCounts(self.params, self.token_ids) if self.params.penalizes else None
         assert self.score is None or self.params.prompt_logprobs is None, "a request is scored or answered"
@@ -168,17 +178,34 @@ class Request:
 
     @property
     def max_kv_tokens(self) -> int:
-        """Positions that can ever need a slot: the last token is never fed back."""
+        """Positions that can ever need a slot: the last token is never fed back, unless it is scored."""
+        if self.score is not None:
+            return self.num_tokens
         return max(self.num_prompt_tokens, self.max_total_tokens - 1)
 
     @property
+    def _num_forced(self) -> int:
+        """Tokens that are given like a prompt's and computed like an answer's."""
+        return 0 if self.score is None else self.score.decode
+
+    @property
     def in_prefill(self) -> bool:
+        if self._num_forced:
+            return self.num_computed < self.num_prompt_tokens
         return self.num_tokens - self.num_computed > 1 or self.num_computed < self.num_prompt_tokens
+
+    @property
+    def num_ahead(self) -> int:
+        """Tokens that one step may compute together."""
+        if self._num_forced:
+            return max(1, self.num_prompt_tokens - self.num_computed)
+        return self.num_tokens - self.num_computed
 
     @property
     def scoring(self) -> bool:
         """Whether tokens of the prompt still need their logprobs, and so their logits."""
-        return self.sheet is not None and self.sheet.num_scored < self.num_prompt_tokens
+        wanted = self.num_tokens if self.score is not None else self.num_prompt_tokens
+        return self.sheet is not None and self.sheet.num_scored < wanted
 
     def history(self) -> History | None:
         """The tokens so far as penalties need them; None if there are no penalties."""

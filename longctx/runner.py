@@ -3,6 +3,7 @@
 # Shape legend: T tokens of the flat batch, V vocabulary.
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from longctx.attention.registry import Backends
-from longctx.forward import ForwardPlan
+from longctx.forward import ForwardPlan, OnAttention
 from longctx.kv.groups import LayerGroup
 from longctx.kv.storage import KVStorage
 from longctx.logprobs import logprob_rows, token_logprobs
@@ -29,7 +30,8 @@ class Runner:
     """Owns the model and the pools' memory. `run` may be repeated: a step writes the same bytes every time.
 
     `vocab_limit`: token ids from it on are padding of the weights and are never sampled. `backends` may be replaced
-    between steps, as a probe does that times them.
+    between steps, as a probe does that times them. `on_attention`, if set, sees every layer's attention output. Runners
+    of one model take `turn` about: its modules know one step at a time.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class Runner:
         backends: Backends,
         vocab_limit: int,
         group: Group | None = None,
+        turn: threading.Lock | None = None,
     ):
         attach(model)
         self._model = model
@@ -51,6 +54,8 @@ class Runner:
         self.backends = backends
         self._vocab_limit = vocab_limit
         self._group = group or SoloGroup()
+        self._turn = turn or threading.Lock()
+        self.on_attention: OnAttention | None = None
         self.storage = KVStorage(groups, num_slots, model.device)
 
     @torch.inference_mode()
@@ -61,10 +66,18 @@ class Runner:
         if not step.rows:
             return []
         plan = ForwardPlan(
-            step.rows, self._spec.layers, self.storage, self._block_tokens, self.backends, self._group, on_layer
+            step.rows,
+            self._spec.layers,
+            self.storage,
+            self._block_tokens,
+            self.backends,
+            self._group,
+            on_layer,
+            self.on_attention,
         )
         kept, where = _logit_rows(step.rows)
-        logits = self._forward(step.rows, plan, kept)
+        with self._turn:
+            logits = self._forward(step.rows, plan, kept)
         scored = {i: self._score(row, logits[where[i]]) for i, row in enumerate(step.rows) if row.targets is not None}
         sampled = self._sample(step.rows, logits, where)
         if scored:

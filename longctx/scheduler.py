@@ -164,7 +164,7 @@ class Scheduler:
         planned: list[_Planned] = []
         for request in sorted(prefills, key=lambda r: r.num_tokens - r.num_computed):
             oldest_served = request is oldest or any(p.request is oldest for p in planned)
-            n = min(request.num_tokens - request.num_computed, left - (0 if oldest_served else reserve))
+            n = min(request.num_ahead, left - (0 if oldest_served else reserve))
             if request.scoring:
                 n = min(n, score_left - (0 if oldest_served else score_reserve))
             if n > 0:

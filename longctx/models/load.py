@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ class LoadedModel:
 
     `digest` identifies weights and config (not dtype); ids from `vocab_limit` on are rows of the head that the
     tokenizer does not know and that must never be sampled; `eos_token_ids` end a generation. `folder` is where its
-    files lie, the tokenizer's among them.
+    files lie, the tokenizer's among them. Engines over the same model hold `turn` while they compute.
     """
 
     model: PreTrainedModel
@@ -47,6 +48,7 @@ class LoadedModel:
     vocab_limit: int
     chat_template: str | None
     folder: Path | None = None
+    turn: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
 
 def load_config_only(
