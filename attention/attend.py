@@ -20,7 +20,7 @@ def attend(q_THD: torch.Tensor, start: int, spans: Iterable[Span], params: AttnP
     state = None
     for span in spans:
         # A window tile is seen by few of the rows: the others are neither computed nor merged.
-        first, last = (p - start for p in rows_that_see(span, start, start + num_tokens, params.window))
+        first, last = (p - start for p in rows_that_see(span, start, start + num_tokens, params))
         if first == last and state is not None:
             continue
         part = backend.span_state(q_THD[first:last], start + first, span, params)

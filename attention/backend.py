@@ -23,9 +23,12 @@ class Backend(Protocol):
     name: str
 
     def span_state(self, q_THD: torch.Tensor, start: int, span: Span, params: AttnParams) -> AttnState:
-        """State of queries at positions start .. start+T-1 over one tile of their own sequence."""
+        """State of queries at positions start .. start+T-1 over the keys they see of one tile of their own sequence.
+
+        The span lies between two borders (`tile_end`).
+        """
         ...
 
     def decode_state(self, q_RHD: torch.Tensor, layer: LayerKV, batch: DecodeBatch, params: AttnParams) -> AttnState:
-        """State of one query per sequence over all keys it may see (its window, or everything up to its position)."""
+        """State of one query per sequence over all keys it may see, as `AttnParams` says."""
         ...

@@ -56,7 +56,7 @@ class NumbaBackend:
         return self._torch.span_state(q_THD, start, span, params)
 
     def decode_state(self, q_RHD: torch.Tensor, layer: LayerKV, batch: DecodeBatch, params: AttnParams) -> AttnState:
-        if not _kernel_reads(layer):
+        if not _kernel_reads(layer) or params.sinks or params.local_chunk is not None:
             return self._torch.decode_state(q_RHD, layer, batch, params)
         q_RHD = q_RHD.float().contiguous()
         num_rows, num_heads, dim = q_RHD.shape

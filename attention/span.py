@@ -62,24 +62,60 @@ class DecodeBatch:
     positions: np.ndarray
 
 
-def prefill_spans(
-    view: KVView, start: int, num_tokens: int, window: int | None, tile: int = TILE_TOKENS
-) -> Iterator[Span]:
-    """The tiles that queries at positions [start, start + num_tokens) can see, in ascending order.
+def first_key(position: int, params: AttnParams) -> int:
+    """The first key that the query at `position` sees, sinks aside."""
+    if params.window is not None:
+        return max(0, position - params.window + 1)
+    return 0 if params.local_chunk is None else position // params.local_chunk * params.local_chunk
 
-    Tiles are cut at multiples of `tile`; the first may begin before the window and the last may end past the queries'
-    last position only up to that position: backends mask by position.
+
+def tile_end(position: int, params: AttnParams, tile: int = TILE_TOKENS) -> int:
+    """The border after `position` that no span crosses: a multiple of `tile`, the sinks' end, the local chunk's end.
+
+    So that on either side of the sinks' end every row of a span sees by one rule, and that no row sees two chunks.
     """
-    first = 0 if window is None else max(0, start - window + 1)
+    end = (position // tile + 1) * tile
+    if params.window is not None and position < params.sinks:
+        end = min(end, params.sinks)
+    if params.local_chunk is not None:
+        end = min(end, (position // params.local_chunk + 1) * params.local_chunk)
+    return end
+
+
+def prefill_spans(
+    view: KVView, start: int, num_tokens: int, params: AttnParams, tile: int = TILE_TOKENS
+) -> Iterator[Span]:
+    """The tiles that queries at positions [start, start + num_tokens) can see, in ascending order, the sinks first.
+
+    Tiles are cut at `tile_end`; the first may begin before the window and the last may end past the queries' last
+    position only up to that position: backends mask by position.
+    """
     end = start + num_tokens
-    for tile_start in range(first // tile * tile, end, tile):
-        yield Span(view, tile_start, min(tile_start + tile, end) - tile_start)
+    sinks = 0 if params.window is None else params.sinks
+    if params.local_chunk is None:
+        first = max(sinks, first_key(start, params) // tile * tile)
+    else:
+        first = first_key(start, params)
+    for begin, stop in ((0, min(sinks, end)), (first, end)):
+        while begin < stop:
+            until = min(tile_end(begin, params, tile), stop)
+            yield Span(view, begin, until - begin)
+            begin = until
 
 
-def rows_that_see(span: Span, start: int, end: int, window: int | None) -> tuple[int, int]:
+def window_in(span: Span, params: AttnParams) -> int | None:
+    """The window under which rows see the span's keys: none for sinks, which every later row sees."""
+    return None if params.window is None or span.start < params.sinks else params.window
+
+
+def rows_that_see(span: Span, start: int, end: int, params: AttnParams) -> tuple[int, int]:
     """The query positions [first, last) of [start, end) that see at least one key of the span."""
     if span.length == 0:
         return start, start
-    first = min(max(start, span.start), end)
-    last = end if window is None else min(end, span.start + span.length + window - 1)
+    window = window_in(span, params)
+    first, last = min(max(start, span.start), end), end
+    if window is not None:
+        last = min(end, span.start + span.length + window - 1)
+    elif params.local_chunk is not None:
+        last = min(end, (span.start // params.local_chunk + 1) * params.local_chunk)
     return first, max(first, last)

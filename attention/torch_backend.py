@@ -11,7 +11,16 @@ import torch
 from longctx.attention.attend import attend
 from longctx.attention.kernels.sdpa import explicit, flash, flash_usable
 from longctx.attention.masks import Q_BLOCK, MaskTables
-from longctx.attention.span import TILE_TOKENS, AttnParams, DecodeBatch, KVView, Span, prefill_spans, rows_that_see
+from longctx.attention.span import (
+    AttnParams,
+    DecodeBatch,
+    KVView,
+    Span,
+    prefill_spans,
+    rows_that_see,
+    tile_end,
+    window_in,
+)
 from longctx.attention.state import AttnState, empty_state
 from longctx.quant.layout import LayerKV
 from longctx.quant.store import gather_tokens
@@ -48,11 +57,11 @@ class TorchBackend:
     def span_state(self, q_THD: torch.Tensor, start: int, span: Span, params: AttnParams) -> AttnState:
         num_tokens, num_heads, _ = q_THD.shape
         end = start + num_tokens
-        first, last = rows_that_see(span, start, end, params.window)
+        first, last = rows_that_see(span, start, end, params)
         if first == last:
             return empty_state(num_tokens, num_heads, span.view.layer.v_dim, q_THD.device)
 
-        cuts = list(self._cuts(first, last, span, params.window, q_THD.device))
+        cuts = list(self._cuts(first, last, span, params, q_THD.device))
         lo, hi = min(c.lo for c in cuts), max(c.hi for c in cuts)
         k_KSD, v_KSD = self._gather(span, lo, hi)
         q_HTD, q_first = _align_rows(q_THD[first - start : last - start].float(), first)
@@ -74,26 +83,26 @@ class TorchBackend:
         """Row by row as a prefill of one token: bit-equal to the same token's row in any chunk."""
         states = []
         for row, position in enumerate(batch.positions.tolist()):
-            spans = prefill_spans(KVView(layer, batch.tables[row]), position, 1, params.window)
+            spans = prefill_spans(KVView(layer, batch.tables[row]), position, 1, params)
             states.append(attend(q_RHD[row : row + 1], position, spans, params, self))
         return AttnState(torch.cat([s.out for s in states]), torch.cat([s.lse for s in states]))
 
-    def _cuts(self, first: int, last: int, span: Span, window: int | None, device: torch.device) -> Iterator[_Cut]:
+    def _cuts(self, first: int, last: int, span: Span, params: AttnParams, device: torch.device) -> Iterator[_Cut]:
         """The products that make up one span: a function of absolute positions only.
 
         Query block [qb, qb + Q_BLOCK) is given the keys [lo, hi) of the tile: from the block border at or below the
         first key that its first row sees, to its own end. Neighbouring blocks with the same keys and no mask are one.
         """
-        tile_end = (span.start // TILE_TOKENS + 1) * TILE_TOKENS
+        border, window = tile_end(span.start, params), window_in(span, params)
         span_end = span.start + span.length
-        assert span_end <= tile_end, f"span [{span.start}, {span_end}) crosses a tile border"
+        assert span_end <= border, f"span [{span.start}, {span_end}) crosses a tile border"
         pending: _Cut | None = None
         for qb in range(first // Q_BLOCK * Q_BLOCK, last, Q_BLOCK):
             q_start, q_end = max(qb, first), min(qb + Q_BLOCK, last)
             lo = span.start
             if window is not None:
                 lo = max(lo, (qb - window + 1) // Q_BLOCK * Q_BLOCK)
-            hi = min(tile_end, qb + Q_BLOCK)
+            hi = min(border, qb + Q_BLOCK)
             # Causality hides keys at or past the span's end from all rows but those that stand beyond it.
             limit = span_end - lo if q_end > span_end else hi - lo
             mask = self._masks.get(qb - lo, hi - lo, window, limit, device)

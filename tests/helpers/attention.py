@@ -73,7 +73,7 @@ def prefill(
     backend: Backend, q_THD: torch.Tensor, start: int, sequence: Sequence, params: AttnParams, **kwargs
 ) -> AttnState:
     """Attention of a chunk over everything it may see."""
-    spans = prefill_spans(sequence.view, start, q_THD.shape[0], params.window, **kwargs)
+    spans = prefill_spans(sequence.view, start, q_THD.shape[0], params, **kwargs)
     return attend(q_THD, start, spans, params, backend)
 
 

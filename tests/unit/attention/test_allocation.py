@@ -39,7 +39,7 @@ def history() -> Sequence:
 def peak_of(backend: TorchBackend, sequence: Sequence, params: AttnParams) -> int:
     q_THD = torch.randn(CHUNK, HEADS, DIM)
     with LiveBytes() as live:
-        spans = prefill_spans(sequence.view, HISTORY, CHUNK, params.window)
+        spans = prefill_spans(sequence.view, HISTORY, CHUNK, params)
         attend(q_THD, HISTORY, spans, params, backend)
     return live.peak
 
