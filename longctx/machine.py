@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import hashlib
 import os
@@ -15,6 +14,8 @@ from pathlib import Path
 import psutil
 import torch
 
+from longctx.resident import trim_heap as trim_heap
+
 CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -24,17 +25,6 @@ class MachineSpeed:
 
     flops: float
     read_bytes_per_s: float
-
-
-def trim_heap() -> None:
-    """Give freed pages inside the C library's heap back to the system, where the library knows how.
-
-    Blocks of up to 32 MiB come from glibc's heap; a small one that lives on beside them can keep each from being used
-    again, so that a loop over large tensors grows by one of them every time.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def physical_bytes(cgroup: Path = CGROUP) -> int:

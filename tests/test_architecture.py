@@ -234,6 +234,16 @@ def test_light_modules_do_not_load_torch(name: str) -> None:
     assert result.stdout.strip() == "[]"
 
 
+@pytest.mark.parametrize("name", ["longctx.server.listen", "longctx.server.prepare_worker"])
+def test_what_only_reads_text_needs_no_torch(name: str) -> None:
+    code = (
+        f"from longctx.server.without_torch import keep_torch_out; keep_torch_out(); import sys, {name}; "
+        "print([m for m in ('numba', 'psutil') if m in sys.modules], sys.modules['torch'])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert (result.stdout.strip(), result.stderr) == ("[] None", "")
+
+
 def test_structures_page_names_every_module() -> None:
     page = (ROOT / "docs" / "structures.md").read_text()
     missing = [

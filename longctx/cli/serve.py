@@ -158,6 +158,9 @@ async def _serve_on(sock: socket.socket, settings: ServerSettings, config: Engin
 
 
 def _import_server() -> Callable[..., Coroutine[Any, Any, None]]:
+    from longctx.server.without_torch import keep_torch_out
+
+    keep_torch_out()
     from longctx.server.listen import serve
 
     return serve

@@ -35,7 +35,14 @@ MAX_START_S = 120.0
 WAITING_BODIES = 4
 """Large bodies of full size that may wait; more is asked to come again."""
 
-_BOOT = "import sys; sys.path[:] = {path!r}; from longctx.server.prepare_worker import main; main({fd})"
+_BOOT = """
+import sys
+sys.path[:] = {path!r}
+from longctx.server.without_torch import keep_torch_out
+keep_torch_out()
+from longctx.server.prepare_worker import main
+main({fd})
+"""
 
 
 class WorkerDied(Exception):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from longctx.errors import LongctxError
-from longctx.machine import trim_heap
+from longctx.resident import trim_heap
 from longctx.server import logs
 from longctx.server.errors import ApiError
 from longctx.server.messages import ModelInfo

@@ -81,6 +81,13 @@ def test_figures_are_true_and_outlive_the_engine(server: LiveServer) -> None:
     assert fell == set()
 
 
+def test_only_the_engine_has_torch_in_its_memory(server: LiveServer) -> None:
+    process = psutil.Process(server.pid)
+    engine, worker = sorted(process.children(), key=lambda child: "engine_process" not in "".join(child.cmdline()))
+    loaded = [any("libtorch" in mapped.path for mapped in p.memory_maps()) for p in (engine, process, worker)]
+    assert loaded == [True, False, False]
+
+
 def test_every_line_is_json_and_none_shows_a_prompt(server: LiveServer) -> None:
     """The engine's process writes to the same place, and the death of one is told there too."""
     with server.client() as client:
