@@ -83,29 +83,6 @@ def test_stored_in_the_pools_dtype_and_gathered_in_the_buffers(fmt):
     assert gather_tokens(layer, table, 0, 20, 20, out)[0] is out[0]
 
 
-@pytest.mark.parametrize("fmt", ["fp32", "bf16"])
-def test_offsets_beyond_31_bits(fmt):
-    """vllm-project/vllm#1486: slot times stride passed 2^31 and keys went to another address.
-
-    The pool is far larger than memory in use: only the pages written become resident.
-    """
-    layout = BlockLayout(1, 1, 256, 256, 256, FORMATS[fmt], FORMATS[fmt])
-    num_slots = (1 << 31) * layout.k_format.bits // 8 // layout.block_bytes * 2 + 2
-    pool = torch.from_numpy(np.zeros(num_slots * layout.block_bytes, np.uint8))
-    layer = layout.layer_view(pool, 0)
-    assert layer.k.stride(0) * (num_slots - 1) > 1 << 31
-    k_KTD, v_KTD = torch.randn(1, 300, 256), torch.randn(1, 300, 256)
-    table = np.array([num_slots - 1, 1], np.int64)
-    positions = np.arange(300)
-    store_tokens(layer, table[positions // 256], positions % 256, k_KTD, v_KTD)
-    k_KSD, v_KSD = gather_tokens(layer, table, 0, 300)
-    stored_dtype = FORMATS[fmt].torch_dtype
-    assert torch.equal(k_KSD, k_KTD.to(stored_dtype).float()) and torch.equal(v_KSD, v_KTD.to(stored_dtype).float())
-    for neighbour in (0, 2, num_slots - 2):
-        assert not layer.k[neighbour].any() and not layer.v[neighbour].any()
-    assert not layer.k[1, :, 44:].any()
-
-
 @pytest.mark.parametrize("count", [1, 3, 40])
 def test_fp16_ends_at_its_largest_value(count):
     """B137: keys beyond 65,504 became infinite, and logits NaN (huggingface/transformers#36822, #36832, #39972)."""
