@@ -12,7 +12,7 @@ import torch
 
 from longctx import machine
 from longctx.config import CacheConfig, EngineConfig, LoadConfig
-from longctx.engine import Engine
+from longctx.engine import Engine, backends_for
 from longctx.errors import EngineError, LongctxError
 from longctx.events import FinishEvent
 from longctx.kv.groups import make_groups
@@ -36,6 +36,7 @@ Progress = Callable[[str, float, float], None]
 def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engine:
     """Load `config`'s model and build its engine. Raises the `LongctxError` family before a pool is allocated."""
     resolve_format(config.cache.kv_format, "float32")
+    backends_for(config, "cpu")
     load = config.load
     loaded = load_model(
         load.model,

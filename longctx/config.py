@@ -86,12 +86,20 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True)
+class ComputeConfig:
+    """What computes a step. `attention`: the backend, "auto" for the fastest that the model's device has."""
+
+    attention: str = "auto"
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """Everything an engine is built from."""
 
     load: LoadConfig
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    compute: ComputeConfig = field(default_factory=ComputeConfig)
 
     @classmethod
     def from_options(cls, model: str, **options: Any) -> EngineConfig:
@@ -114,7 +122,7 @@ class EngineConfig:
         ):
             if isinstance(options.get(name), str):
                 options[name] = parse(options[name], name)
-        parts: dict[str, Any] = {"load": self.load, "cache": self.cache, "scheduler": self.scheduler}
+        parts: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         for name, value in options.items():
             for part_name, part in parts.items():
                 if name != "model" and name in {f.name for f in fields(part)}:

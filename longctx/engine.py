@@ -10,12 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
+import torch
 from transformers import PreTrainedConfig
 
-from longctx.attention.registry import pick_backends
+from longctx.attention.registry import Backends, pick_backends
 from longctx.config import EngineConfig
 from longctx.detokenize import IncrementalDetokenizer
-from longctx.errors import EngineError, RequestError
+from longctx.errors import EngineError, LongctxError, RequestError
 from longctx.events import Event
 from longctx.kv.budget import Demand, Plan, plan
 from longctx.kv.cache import CacheStats, KVCache
@@ -37,6 +38,15 @@ log = logging.getLogger(__name__)
 
 class StepAbandonedError(Exception):
     """Raised inside a forward pass when most of the step belongs to cancelled requests."""
+
+
+def backends_for(config: EngineConfig, device: torch.device | str) -> Backends:
+    """The attention backends that `config` asks for; raises `LongctxError` where `device` has none of that name."""
+    try:
+        backends = pick_backends(device, config.compute.attention)
+    except ValueError as error:
+        raise LongctxError(str(error)) from None
+    return replace(backends, decode=None) if config.scheduler.deterministic else backends
 
 
 class Engine:
@@ -70,9 +80,7 @@ class Engine:
             tail_every=config.cache.tail_every,
         )
         self.scheduler = Scheduler(config.scheduler, self.cache, rates, spec.vocab_size, block_tokens)
-        backends = pick_backends(loaded.model.device)
-        if config.scheduler.deterministic:
-            backends = replace(backends, decode=None)
+        backends = backends_for(config, loaded.model.device)
         self.runner = Runner(
             loaded.model, spec, groups, partition.num_slots, backends, loaded.vocab_limit, turn=loaded.turn
         )

@@ -44,6 +44,9 @@ def bench(
     max_model_len: Annotated[str | None, typer.Option(metavar="N", help="the longest request, such as 128K")] = None,
     chunk_tokens: Annotated[str | None, typer.Option(metavar="N", help="prompt tokens per step; fixes it")] = None,
     kv_format: Annotated[str, typer.Option(help="how the cache is stored")] = "auto",
+    attention: Annotated[
+        str, typer.Option(metavar="auto|torch|numba|triton", help="what computes attention; auto is the fastest there")
+    ] = "auto",
     kv_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="the cache's pool, such as 2GiB")] = None,
     dtype: Annotated[str, typer.Option(help="arithmetic and weights")] = "auto",
     load_format: Annotated[str, typer.Option(help="auto, or dummy for random weights")] = "auto",
@@ -60,6 +63,7 @@ def bench(
         "chunk_tokens": None if chunk_tokens is None else parse_tokens(chunk_tokens, "--chunk-tokens"),
         "kv_memory": None if kv_memory is None else parse_bytes(kv_memory, "--kv-memory"),
         "kv_format": kv_format,
+        "attention": attention,
         "dtype": dtype,
         "load_format": load_format,
     }

@@ -66,6 +66,9 @@ def serve(
     max_model_len: Annotated[str | None, typer.Option(metavar="N", help="the longest request, such as 128K")] = None,
     rope_scaling: Annotated[str | None, typer.Option(metavar="yarn|linear", help="beyond a model's positions")] = None,
     kv_format: Annotated[str, typer.Option(help="how the cache is stored")] = "auto",
+    attention: Annotated[
+        str, typer.Option(metavar="auto|torch|numba|triton", help="what computes attention; auto is the fastest there")
+    ] = "auto",
     kv_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="the cache's pool, such as 2GiB")] = None,
     device_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="weights, workspace and pool")] = None,
     memory_fraction: Annotated[float | None, typer.Option(help="the pool's share of what the rest leaves")] = None,
@@ -84,6 +87,7 @@ def serve(
         max_model_len=None if max_model_len is None else parse_tokens(max_model_len, "--max-model-len"),
         rope_scaling=rope_scaling,
         kv_format=kv_format,
+        attention=attention,
         kv_memory=None if kv_memory is None else parse_bytes(kv_memory, "--kv-memory"),
         device_memory=None if device_memory is None else parse_bytes(device_memory, "--device-memory"),
         memory_fraction=memory_fraction,

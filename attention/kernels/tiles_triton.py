@@ -1,0 +1,135 @@
+"""What the Triton attention kernels share: tiles of stored keys and values, and the running softmax over them."""
+
+# Shape legend: M query rows, N keys of one tile, D head dim.
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# Kinds of stored elements, as constants of a kernel.
+EXACT = tl.constexpr(0)
+FP8_E4M3 = tl.constexpr(1)
+FP8_E5M2 = tl.constexpr(2)
+INT8 = tl.constexpr(3)
+INT4 = tl.constexpr(4)
+
+NO_WINDOW = 1 << 30
+"""Stands for an absent window and for an absent chunk: larger than any position."""
+
+
+@triton.jit
+def page_offsets(table, n0, live_N, slot_stride, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(start of each key's block [N] or scalar int64, its row in the block [N]) of keys n0 .. n0+N-1."""
+    n_N = n0 + tl.arange(0, BLOCK_N)
+    if PAGE % BLOCK_N == 0:
+        # A tile lies in one block: one look-up, and rows that the compiler knows to be contiguous.
+        slot = tl.load(table + n0 // PAGE).to(tl.int64)
+        return slot * slot_stride, (n0 % PAGE) + tl.arange(0, BLOCK_N)
+    else:
+        slot_N = tl.load(table + n_N // PAGE, mask=live_N, other=0).to(tl.int64)
+        return slot_N * slot_stride, n_N % PAGE
+
+
+@triton.jit
+def load_tile(
+    data,
+    scales,
+    table,
+    n0,
+    live_N,
+    slot_stride,
+    scale_slot_stride,
+    KIND: tl.constexpr,
+    DIM: tl.constexpr,
+    PAD: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Keys or values n0 .. n0+N-1 as [N, PAD] in COMPUTE, and the scale [N] that they are still to be multiplied by.
+
+    `data` and `scales` point at the kv head's first row of slot 0. Codes of one scale per vector are handed out as they
+    are: bf16 and fp16 hold every one exactly, and the product is scaled instead. Keys that are not live are not read.
+    """
+    d_D = tl.arange(0, PAD)
+    mask_ND = live_N[:, None] & (d_D < DIM)[None, :]
+    start, row_N = page_offsets(table, n0, live_N, slot_stride, PAGE, BLOCK_N)
+    if KIND == INT4:
+        # Byte i of a group of E elements: element i in its low half, element i + E/2 in its high half.
+        if DIM % 64 == 0:
+            byte_D = d_D // 64 * 32 + d_D % 32
+            shift_D = d_D % 64 // 32 * 4
+        else:
+            half_D = tl.minimum(DIM - d_D // 64 * 64, 64) // 2
+            high_D = d_D % 64 >= half_D
+            byte_D = d_D // 64 * 32 + d_D % 64 - tl.where(high_D, half_D, 0)
+            shift_D = tl.where(high_D, 4, 0)
+        packed_ND = tl.load(data + (start + row_N * (DIM // 2))[:, None] + byte_D[None, :], mask=mask_ND, other=0)
+        code_ND = ((packed_ND.to(tl.int32) >> shift_D[None, :]) & 15).to(tl.float32)
+        scale_start, scale_row_N = page_offsets(table, n0, live_N, scale_slot_stride, PAGE, BLOCK_N)
+        num_scales: tl.constexpr = 2 * ((DIM + 63) // 64)
+        scale_ND = scales + (scale_start + scale_row_N * num_scales)[:, None] + (d_D // 64 * 2)[None, :]
+        step_ND = tl.load(scale_ND, mask=mask_ND, other=0.0).to(tl.float32)
+        low_ND = tl.load(scale_ND + 1, mask=mask_ND, other=0.0).to(tl.float32)
+        return (code_ND * step_ND + low_ND).to(COMPUTE), 1.0
+    else:
+        at_ND = (start + row_N * DIM)[:, None] + d_D[None, :]
+        if MASKED or PAD != DIM:
+            stored_ND = tl.load(data + at_ND, mask=mask_ND, other=0)
+        else:
+            stored_ND = tl.load(data + at_ND)
+        if KIND == EXACT:
+            return stored_ND.to(COMPUTE), 1.0
+        else:
+            scale_start, scale_row_N = page_offsets(table, n0, live_N, scale_slot_stride, PAGE, BLOCK_N)
+            scale_N = tl.load(scales + scale_start + scale_row_N, mask=live_N, other=0.0)
+            if KIND == FP8_E5M2:
+                # The upper byte of an fp16.
+                return (stored_ND.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(COMPUTE), scale_N
+            elif KIND == FP8_E4M3:
+                # An fp16's bits but for the exponent's bias: smaller by 2 ** 8, subnormals included.
+                bits_ND = ((stored_ND & 0x80).to(tl.uint16) << 8) | ((stored_ND & 0x7F).to(tl.uint16) << 7)
+                return bits_ND.to(tl.float16, bitcast=True).to(COMPUTE), scale_N * 256.0
+            else:
+                return stored_ND.to(COMPUTE), scale_N
+
+
+@triton.jit
+def capped(product_MN, score_scale, cap, SOFTCAP: tl.constexpr):
+    """Scores in units of log2: the product times `score_scale`, or under a soft-cap `cap` times its tanh."""
+    score_MN = product_MN * score_scale
+    if SOFTCAP:
+        shrunk_MN = tl.exp(-2.0 * tl.abs(score_MN))
+        tanh_MN = (1.0 - shrunk_MN) / (1.0 + shrunk_MN)
+        score_MN = tl.where(score_MN < 0, -tanh_MN, tanh_MN) * cap
+    return score_MN
+
+
+@triton.jit
+def fold(score_MN, v_ND, v_scale_N, top_M, total_M, out_MD, KIND: tl.constexpr, COMPUTE: tl.constexpr):
+    """One more tile in the running softmax: (top, total, out), out not yet divided; scores in units of log2.
+
+    A tile that is hidden from a row leaves its bits as they were.
+    """
+    new_top_M = tl.maximum(top_M, tl.max(score_MN, 1))
+    # Where a row has seen nothing yet, any finite stand-in for -inf gives weights of exactly 0.
+    finite_M = tl.where(new_top_M == float("-inf"), 0.0, new_top_M)
+    weight_MN = tl.exp2(score_MN - finite_M[:, None])
+    shrink_M = tl.exp2(top_M - finite_M)
+    total_M = total_M * shrink_M + tl.sum(weight_MN, 1)
+    out_MD = out_MD * shrink_M[:, None]
+    if KIND != EXACT and KIND != INT4:
+        if tl.float16 == COMPUTE:
+            # A weight times a scale may be too small for fp16, a value is not.
+            v_ND = (v_ND.to(tl.float32) * v_scale_N[:, None]).to(COMPUTE)
+        else:
+            weight_MN *= v_scale_N[None, :]
+    out_MD = tl.dot(weight_MN.to(COMPUTE), v_ND, out_MD, input_precision="ieee")
+    return new_top_M, total_M, out_MD
+
+
+@triton.jit
+def first_visible(position, window, local_chunk):
+    """The first key that a query at `position` sees, but for sinks."""
+    return tl.maximum(tl.maximum(position - window + 1, position // local_chunk * local_chunk), 0)
