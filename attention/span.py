@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from longctx.attention.reach import Reach
 from longctx.quant.layout import LayerKV
 
 TILE_TOKENS = 2048
@@ -28,6 +29,10 @@ class AttnParams:
     softcap: float | None = None
     sinks: int = 0
     local_chunk: int | None = None
+
+    @property
+    def reach(self) -> Reach:
+        return Reach(self.window, self.sinks, self.local_chunk)
 
 
 @dataclass(frozen=True)
@@ -62,13 +67,6 @@ class DecodeBatch:
     positions: np.ndarray
 
 
-def first_key(position: int, params: AttnParams) -> int:
-    """The first key that the query at `position` sees, sinks aside."""
-    if params.window is not None:
-        return max(0, position - params.window + 1)
-    return 0 if params.local_chunk is None else position // params.local_chunk * params.local_chunk
-
-
 def tile_end(position: int, params: AttnParams, tile: int = TILE_TOKENS) -> int:
     """The border after `position` that no span crosses: a multiple of `tile`, the sinks' end, the local chunk's end.
 
@@ -92,10 +90,9 @@ def prefill_spans(
     """
     end = start + num_tokens
     sinks = 0 if params.window is None else params.sinks
+    first = params.reach.first(start)
     if params.local_chunk is None:
-        first = max(sinks, first_key(start, params) // tile * tile)
-    else:
-        first = first_key(start, params)
+        first = max(sinks, first // tile * tile)
     for begin, stop in ((0, min(sinks, end)), (first, end)):
         while begin < stop:
             until = min(tile_end(begin, params, tile), stop)

@@ -100,14 +100,15 @@ class ForwardPlan:
     ) -> torch.Tensor:
         """Store, attend, combine over ranks, close with the sink: [T, H, Dv] fp32. The hook's other half."""
         spec = self._layers[layer]
-        assert window == spec.window, f"layer {layer} calls with window {window}, planned {spec.window}"
+        own_window = None if spec.by_variant else spec.window
+        assert window == own_window, f"layer {layer} calls with window {window}, planned {own_window}"
         assert softcap == spec.softcap, f"layer {layer} calls with softcap {softcap}, planned {spec.softcap}"
         assert scale is None or scale == spec.scale, f"layer {layer} calls with scale {scale}, planned {spec.scale}"
         assert (sink_H is not None) == spec.has_sink
         group, kv = self._storage.layer(layer)
         plan = self._groups[group]
         store_tokens(kv, plan.slots_T, plan.rows_T, k_KTD, v_KTD)
-        params = AttnParams(spec.scale, spec.window, spec.softcap)
+        params = AttnParams(spec.scale, spec.window, spec.softcap, spec.sinks, spec.local_chunk)
         q_THD = q_HTD.transpose(0, 1)
         out_THD = torch.empty(q_THD.shape[0], spec.num_heads, spec.v_dim, dtype=torch.float32, device=q_HTD.device)
         for i, offset in self._prefills:

@@ -17,7 +17,7 @@ import torch
 
 from longctx.fit import OnlineFit
 from longctx.machine import MachineSpeed, fingerprint, measured
-from longctx.models.spec import DTYPE_BYTES, LayerSpec, ModelSpec
+from longctx.models.spec import DTYPE_BYTES, INT8_WEIGHTS, LayerSpec, ModelSpec
 
 log = logging.getLogger(__name__)
 
@@ -60,12 +60,13 @@ class Rates:
         """The first guess: the model's arithmetic and bytes at the measured speeds."""
         size, overhead = DTYPE_BYTES[spec.dtype], LAYER_OVERHEAD_S * spec.num_layers
         attention_flops, kv_speed = speed.flops * ATTENTION_SHARE, speed.read_bytes_per_s * ATTENTION_SHARE
-        full = [layer for layer in spec.layers if layer.window is None]
-        windowed = [(layer, layer.window) for layer in spec.layers if layer.window is not None]
+        full = [layer for layer in spec.layers if layer.reach.most is None]
+        windowed = [(layer, layer.reach.most) for layer in spec.layers if layer.reach.most is not None]
         pair = sum(_pair_flops(layer) for layer in full)
         window_flops = sum(_pair_flops(layer) * window for layer, window in windowed)
-        linear = 2 * spec.active_linear_params / speed.flops
-        read = size * (spec.active_linear_params + spec.head_params) / speed.read_bytes_per_s
+        # Integer products are two to four times as fast as those in floats.
+        linear = (1 if spec.weights == INT8_WEIGHTS else 2) * spec.active_linear_params / speed.flops
+        read = spec.step_weight_bytes / speed.read_bytes_per_s
         kv_bytes = size * sum(_kv_elements(layer) for layer in full)
         window_bytes = size * sum(_kv_elements(layer) * window for layer, window in windowed)
         tiny = 1e-15  # a coefficient's guess must be positive to be scaled

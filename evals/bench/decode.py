@@ -132,9 +132,9 @@ def _attention(engine: Any, attention: Sequence[AttentionTimes], context: float,
     spec, stored = engine.loaded.spec, stored_bytes(engine)
     all_s = median([sum(times.decode_s.values()) / tokens for times in attention])
     # Layers with a window read a constant; they stand for the whole only in a model that has no others.
-    full = {layer.index: stored[layer.index] for layer in spec.layers if layer.window is None} or stored
-    windows = {layer.window for layer in spec.layers if layer.index in full}
-    full_s = median([sum(times.decode_s.get(w, 0.0) for w in windows) / tokens for times in attention])
+    full = {layer.index: stored[layer.index] for layer in spec.layers if layer.reach.most is None} or stored
+    reaches = {layer.reach for layer in spec.layers if layer.index in full}
+    full_s = median([sum(times.decode_s.get(reach, 0.0) for reach in reaches) / tokens for times in attention])
     read = attention_bytes(spec, context, {**dict.fromkeys(stored, 0), **full})
 
     def derived(limits: Limits) -> Mapping[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from longctx.attention.reach import Reach
 from longctx.evals.bench.limits import Limits
 from longctx.models.spec import DTYPE_BYTES, LayerSpec, ModelSpec
 
@@ -22,14 +23,23 @@ class Floor:
         return max(self.flops / limits.flops, self.bytes_read / limits.read_bytes_per_s)
 
 
-def visible_pairs(start: int, n: int, window: int | None) -> int:
-    """Pairs (query, key) that queries at positions [start, start + n) see, causal and within `window` keys."""
+def visible_pairs(start: int, n: int, reach: Reach) -> int:
+    """Pairs (query, key) that queries at positions [start, start + n) see."""
+
+    def within(end: int, most: int) -> int:
+        """Pairs of `end` queries of which each sees one key more than the one before, and at most `most`."""
+        first = min(end, most)
+        return first * (first + 1) // 2 + (end - first) * most
 
     def up_to(end: int) -> int:
         """Pairs of the queries at positions [0, end)."""
-        if window is None or end <= window:
-            return end * (end + 1) // 2
-        return window * (window + 1) // 2 + (end - window) * window
+        if reach.local_chunk is not None:
+            whole, rest = divmod(end, reach.local_chunk)
+            return whole * within(reach.local_chunk, reach.local_chunk) + within(rest, rest)
+        if reach.window is None:
+            return within(end, end)
+        # From position W on, each query leaves one key of the front behind, which is a sink or not.
+        return within(end, reach.window) + within(max(0, end - reach.window), reach.sinks)
 
     return up_to(start + n) - up_to(start)
 
@@ -42,7 +52,7 @@ def pair_flops(layer: LayerSpec) -> int:
 def prefill_floor(spec: ModelSpec, n: int, start: int = 0) -> Floor:
     """Tokens [start, start + n) computed once, and one row of the LM head."""
     linears = 2 * spec.active_linear_params * n
-    attention = sum(pair_flops(layer) * visible_pairs(start, n, layer.window) for layer in spec.layers)
+    attention = sum(pair_flops(layer) * visible_pairs(start, n, layer.reach) for layer in spec.layers)
     return Floor(flops=linears + attention + 2 * spec.head_params)
 
 
@@ -52,22 +62,23 @@ def decode_floor(
     """One token at a context of `context` keys, its own included; a mean over several steps may be fractional.
 
     `kv_bytes` are the stored bytes of one token's K and V by layer (default: the model's dtype), `weight_bytes` those
-    of one weight (default likewise). Every linear weight and the LM head are read once.
+    of one weight (default: as the spec holds them, scales included). Every linear weight and the LM head are read once.
     """
-    size = DTYPE_BYTES[spec.dtype]
-    weights = (spec.active_linear_params + spec.head_params) * (size if weight_bytes is None else weight_bytes)
+    weights: float = spec.step_weight_bytes
+    if weight_bytes is not None:
+        weights = (spec.active_linear_params + spec.head_params) * weight_bytes
     return Floor(bytes_read=weights + attention_bytes(spec, context, kv_bytes))
 
 
 def attention_bytes(spec: ModelSpec, context: float, kv_bytes: Mapping[int, int] | None = None) -> float:
-    """Bytes of keys and values that one decode step reads: min(context, window) per window layer, all in the others."""
+    """Bytes of keys and values that one decode step reads: what each layer sees of the context."""
     size = DTYPE_BYTES[spec.dtype]
     total = 0.0
     for layer in spec.layers:
         per_token = layer.num_kv_heads * (layer.k_dim + layer.v_dim) * size
         if kv_bytes is not None:
             per_token = kv_bytes[layer.index]
-        total += per_token * min(context, layer.window or context)
+        total += per_token * layer.reach.keys(context)
     return total
 
 

@@ -102,7 +102,7 @@ def _profile(engine: Any, prompts: Prompts, length: int) -> dict[str, Any]:
 def _curve(spec: ModelSpec, rows: Sequence[Row]) -> Any:
     """a + b n + c n^2 over the lengths, c beside what the full-attention layers alone need."""
     curve = fit_curve([r.tokens or 0 for r in rows], [r.measured_s or 0.0 for r in rows], 2)
-    quadratic = sum(pair_flops(layer) for layer in spec.layers if layer.window is None) / 2
+    quadratic = sum(pair_flops(layer) for layer in spec.layers if layer.reach.most is None) / 2
 
     def summary(limits: Limits) -> Mapping[str, Any]:
         if curve is None:

@@ -13,6 +13,7 @@ import torch
 from torch.profiler import record_function
 
 from longctx.attention.backend import Backend
+from longctx.attention.reach import Reach
 from longctx.attention.span import AttnParams, DecodeBatch, Span
 from longctx.attention.state import AttnState
 from longctx.quant.layout import LayerKV
@@ -23,10 +24,10 @@ ATTENTION_RANGE = "longctx attention"
 
 @dataclass
 class AttentionTimes:
-    """Seconds in attention: of chunks, and of decoded tokens by window (None: full attention)."""
+    """Seconds in attention: of chunks, and of decoded tokens by what they see."""
 
     prefill_s: float = 0.0
-    decode_s: dict[int | None, float] = field(default_factory=dict)
+    decode_s: dict[Reach, float] = field(default_factory=dict)
 
     def clear(self) -> None:
         self.prefill_s = 0.0
@@ -53,7 +54,7 @@ class TimedBackend:
             began = time.perf_counter()
             state = self._inner.decode_state(q_RHD, layer, batch, params)
             seconds = time.perf_counter() - began
-        self._times.decode_s[params.window] = self._times.decode_s.get(params.window, 0.0) + seconds
+        self._times.decode_s[params.reach] = self._times.decode_s.get(params.reach, 0.0) + seconds
         return state
 
 

@@ -98,7 +98,7 @@ def plan(
     room = Room(tuple(groups), max_chunk, kv_limit, engine_pool)
     pool_bytes = _pool_bytes(room, demand, kv_limit if kv_memory is None else kv_memory)
     data, scales = (demand.concurrency * part for part in request_bytes(groups, demand.tokens))
-    marginal = [vector_bytes(group) for group in groups if group.window is None]
+    marginal = [vector_bytes(group) for group in groups if group.is_full]
     verdict, fits_with = verdict_of(demand, room, max_positions, tiers)
     served = verdict in ("fits", "spills")
     by_bytes = tokens_that_fit(groups, kv_limit, demand.concurrency)

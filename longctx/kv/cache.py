@@ -55,10 +55,10 @@ class KVCache:
         assert len(groups) == len(num_slots) > 0 and block_tokens > 0 and max_chunk_tokens > 0
         self._block_tokens = block_tokens
         self._groups = tuple(
-            GroupCache(g, group.window, slots, block_tokens, max_chunk_tokens, tail_every)
+            GroupCache(g, group.reach, slots, block_tokens, max_chunk_tokens, tail_every)
             for g, (group, slots) in enumerate(zip(groups, num_slots, strict=True))
         )
-        self._matcher = Matcher([g.index for g in self._groups], [g.window for g in self._groups], block_tokens)
+        self._matcher = Matcher([g.index for g in self._groups], [g.reach for g in self._groups], block_tokens)
         self._pending: dict[BlockKey, str] = {}
         self._live: dict[str, BlockTable] = {}
         self._epoch = 0

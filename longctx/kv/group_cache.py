@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from longctx.attention.reach import Reach
 from longctx.kv.index import BlockIndex, common_rows
-from longctx.kv.match import GroupMatch, Match, first_visible
+from longctx.kv.match import GroupMatch, Match
 from longctx.kv.pool import NULL_SLOT, SlotPool
 from longctx.kv.table import BlockTable, KeyChain
 from longctx.offload.key import BlockKey
@@ -15,19 +16,17 @@ from longctx.step import CopyRows
 
 
 class GroupCache:
-    """Keeps a pool and an index in step: a slot that is handed out, or whose content is forgotten, has no entry.
-
-    `window` counts the query's own position, None is full attention.
-    """
+    """Keeps a pool and an index in step: a slot that is handed out, or whose content is forgotten, has no entry."""
 
     def __init__(
-        self, group: int, window: int | None, num_slots: int, block_tokens: int, max_chunk_tokens: int, tail_every: int
+        self, group: int, reach: Reach, num_slots: int, block_tokens: int, max_chunk_tokens: int, tail_every: int
     ):
         self.group = group
-        self.window = window
+        self.reach = reach
         self.index = BlockIndex()
         self.pool = SlotPool(num_slots, on_reuse=self.index.drop)
         self._block_tokens = block_tokens
+        self._num_sinks = reach.sink_blocks(block_tokens)
         self._max_chunk = max_chunk_tokens
         self._tail_every = max(1, tail_every // block_tokens) * block_tokens
 
@@ -36,39 +35,40 @@ class GroupCache:
     def need(self, num_tokens: int) -> int:
         """The most slots that a request of `num_tokens` tokens ever holds here."""
         blocks = -(-num_tokens // self._block_tokens)
-        return blocks if self.window is None else min(blocks, self._window_blocks(self.window, self._max_chunk))
+        return blocks if self._is_full else min(blocks, self.reach.blocks(self._max_chunk, self._block_tokens))
 
     def promise(self, num_tokens: int) -> int:
         """The slots that admission keeps for one request here: a short prompt may yet decode a window full."""
-        return 0 if self.window is None else max(self.need(num_tokens), self._window_blocks(self.window, 1))
+        return 0 if self._is_full else max(self.need(num_tokens), self.reach.blocks(1, self._block_tokens))
 
     def fits(self, hit: GroupMatch, num_tokens: int, reserve: int, promised: int) -> bool:
         """Is there room for one more request? See `KVCache.fits`; `promised` is the sum over the running ones."""
-        if self.window is not None:
+        if not self._is_full:
             need = self.promise(num_tokens) if promised else self.need(num_tokens)
             return need <= self.pool.num_usable - promised
         # Hits that lie in the free list are about to leave it.
         free = self.pool.num_free - self._num_unheld(hit.shared)
         return self.need(num_tokens) - len(hit.shared) <= free - reserve
 
-    def _window_blocks(self, window: int, chunk: int) -> int:
-        """Blocks that a chunk and the window before it can touch, wherever the chunk begins."""
-        return -(-(window + chunk - 2) // self._block_tokens) + 1
+    @property
+    def _is_full(self) -> bool:
+        return self.reach.most is None
 
     def _num_unheld(self, slots: Iterable[int]) -> int:
         return sum(self.pool.refs(slot) == 0 for slot in slots)
 
     def _first_visible(self, tokens: int) -> int:
-        return first_visible(self.window, tokens, self._block_tokens)
+        return self.reach.first_block(tokens, self._block_tokens)
 
     # -- a table's slots -----------------------------------------------------------------------------------------
 
     def check_hit(self, chain: KeyChain, match: Match) -> None:
         """Assert that everything that was matched is still there, and that a slot is free for the copy."""
         hit = match.groups[self.group]
-        for block, slot in enumerate(hit.shared, start=hit.first):
+        blocks = [*range(len(hit.sinks)), *range(hit.first, hit.first + len(hit.window))]
+        for block, slot in zip(blocks, hit.shared, strict=True):
             assert self.index.find(chain.key(block)) == slot, f"slot {slot} is no longer what was matched"
-        if match.partial and self.window != 1:
+        if match.partial and self.reach.most != 1:
             rows = 0
             if hit.source in self.index and self.index.entry(hit.source).parent == chain.parent(match.full_blocks):
                 rows = common_rows(self.index.entry(hit.source).tokens, chain.tokens(match.full_blocks))
@@ -76,14 +76,15 @@ class GroupCache:
             assert self.pool.num_free > self._num_unheld(hit.shared), "admitted although it does not fit"
 
     def take_hit(self, table: BlockTable, match: Match) -> list[CopyRows]:
-        """Fill an empty column: null before the window, shared full blocks, and a block of its own for copied rows."""
+        """Fill an empty column: the sinks, null before the window, shared full blocks, an own block for copied rows."""
         hit, column = match.groups[self.group], table.columns[self.group]
         for slot in hit.shared:
             self.pool.acquire(slot)
-        column.extend([NULL_SLOT] * hit.first + list(hit.shared))
-        column.first_held = hit.first
+        # [0, sinks) shared, [sinks, first) null, [first, full blocks) shared, then this request's own.
+        column.extend([*hit.sinks, *[NULL_SLOT] * (hit.first - len(hit.sinks)), *hit.window])
+        column.first_held, column.num_sinks = hit.first, self._num_sinks
         column.promised = self.promise(table.chain.num_tokens)
-        if not match.partial or self.window == 1:
+        if not match.partial or self.reach.most == 1:
             return []
         self.pool.touch(hit.source)
         own = self.pool.take()
@@ -102,13 +103,13 @@ class GroupCache:
                 self.pool.forget(slot)
 
     def slide(self, table: BlockTable) -> None:
-        """Let go of the blocks that no query from `num_computed` on can see.
+        """Let go of the blocks that no query from `num_computed` on can see: all before the window but the sinks.
 
         Those this request made stay findable only where a tail is kept; those it shares are not its to forget.
         """
         column = table.columns[self.group]
         first = min(self._first_visible(table.num_computed), len(column))
-        for block in range(column.first_held, first):
+        for block in range(max(column.first_held, self._num_sinks), first):
             slot = column[block]
             mine = block >= table.num_shared and self.pool.refs(slot) == 1
             if mine and slot in self.index and not self._is_kept(table, block):
@@ -159,11 +160,13 @@ class GroupCache:
         name, column = f"request {table.request_id}, group {self.group}", table.columns[self.group]
         first = min(self._first_visible(table.num_computed), len(column))
         assert column.first_held == first, f"{name} holds from block {column.first_held}, sees from {first}"
-        if self.window is not None:
-            most = self._window_blocks(self.window, self._max_chunk)
-            assert len(column) - first <= most, f"{name} holds {len(column) - first} blocks, the most is {most}"
+        if not self._is_full:
+            most, num_held = self.reach.blocks(self._max_chunk, self._block_tokens), len(column.held())
+            assert num_held <= most, f"{name} holds {num_held} blocks, the most is {most}"
+        assert column.num_sinks == self._num_sinks, f"{name} keeps {column.num_sinks} sink blocks"
         for block, slot in enumerate(column.tolist()):
-            assert (slot == NULL_SLOT) == (block < first), f"{name}: block {block} is slot {slot}"
+            slid_out = self._num_sinks <= block < first
+            assert (slot == NULL_SLOT) == slid_out, f"{name}: block {block} is slot {slot}"
             if slot in self.index:
                 assert block < table.num_published, f"slot {slot} is findable before it is computed"
                 assert self.index.entry(slot).key == table.chain.key(block), f"slot {slot} is found as another block"

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from longctx.attention.reach import Reach
 from longctx.kv.index import BlockIndex
 from longctx.kv.table import KeyChain
 
 
-def first_visible(window: int | None, tokens: int, block_tokens: int) -> int:
-    """The first block that the query at position `tokens`, or a later one, still sees.
-
-    A query at i sees i-window+1 .. i (Hugging Face's convention). The blocks from here to position `tokens` are both
-    what a running request must hold and what a hit at `tokens` needs.
-    """
-    return 0 if window is None else max(0, tokens - window + 1) // block_tokens
-
-
 @dataclass(frozen=True)
 class GroupMatch:
-    """Slots of full blocks [first, first + len(shared)) to reference, and the slot whose first rows are copied."""
+    """Slots of full blocks [first, first + len(window)) to reference, and the slot whose first rows are copied.
+
+    `sinks` are the slots of the blocks [0, len(sinks)) before `first` that never slide out.
+    """
 
     first: int
-    shared: tuple[int, ...]
+    window: tuple[int, ...]
     source: int
+    sinks: tuple[int, ...] = ()
+
+    @property
+    def shared(self) -> tuple[int, ...]:
+        return self.sinks + self.window
 
 
 @dataclass(frozen=True)
@@ -42,21 +42,21 @@ class Match:
 
 @dataclass(frozen=True)
 class Matcher:
-    """Finds hits in the indexes of all groups; `windows` has None for full attention."""
+    """Finds hits in the indexes of all groups."""
 
     indexes: Sequence[BlockIndex]
-    windows: Sequence[int | None]
+    reaches: Sequence[Reach]
     block_tokens: int
 
     def find(self, chain: KeyChain, limit: int) -> Match:
         """The largest usable hit of at most `limit` tokens.
 
-        A hit at p needs blocks [0, p) in every full group and those that cover [p-window+1, p) in every window group.
-        Candidates go down from the end of the full groups' leading run; where a window block is missing, every border
-        that needs it is out, so the next candidate is that block itself.
+        A hit at p needs blocks [0, p) in every full group; in every other one those that the query at p sees, and the
+        sinks'. Candidates go down from the end of the leading run in the full groups and the sinks; where a window
+        block is missing, every border that needs it is out, so the next candidate is that block itself.
         """
         limit = max(0, min(limit, chain.num_tokens))
-        i = self._full_run(chain, limit)
+        i = self._leading_run(chain, limit)
         while True:
             rows, sources = self._rows(chain, i, limit)
             missing = self._missing_window_block(chain, i, i * self.block_tokens + rows)
@@ -64,24 +64,23 @@ class Matcher:
                 return self._result(chain, i, rows, sources)
             i = missing
 
-    def _full_run(self, chain: KeyChain, limit: int) -> int:
+    def _leading_run(self, chain: KeyChain, limit: int) -> int:
+        """Blocks before the first that is missing and that every later hit needs: of a full group or of sinks."""
         most = limit // self.block_tokens
-        for index in self._of_kind(window=False):
-            most = next((i for i in range(most) if index.find(chain.key(i)) is None), most)
+        for index, reach in zip(self.indexes, self.reaches, strict=True):
+            needed = most if reach.most is None else min(most, reach.sink_blocks(self.block_tokens))
+            most = next((i for i in range(needed) if index.find(chain.key(i)) is None), most)
         return most
-
-    def _of_kind(self, window: bool) -> Iterator[BlockIndex]:
-        return (x for x, w in zip(self.indexes, self.windows, strict=True) if (w is not None) == window)
 
     def _rows(self, chain: KeyChain, i: int, limit: int) -> tuple[int, list[int]]:
         """Rows of block `i` that every group can give, and the slot of each group that gives them."""
         tokens = chain.tokens(i)[: limit - i * self.block_tokens]
         rows, sources = len(tokens), []
-        for index, window in zip(self.indexes, self.windows, strict=True):
+        for index, reach in zip(self.indexes, self.reaches, strict=True):
             if rows == 0:
                 break
             slot = 0
-            if window != 1:
+            if reach.most != 1:
                 slot, found = index.find_rows(chain.parent(i), tokens)
                 rows = min(rows, found)
             sources.append(slot)
@@ -92,10 +91,10 @@ class Matcher:
     def _missing_window_block(self, chain: KeyChain, i: int, tokens: int) -> int | None:
         """The last block before `i` that a window group needs for a hit at `tokens` and does not have."""
         worst = None
-        for index, window in zip(self.indexes, self.windows, strict=True):
-            if window is None:
+        for index, reach in zip(self.indexes, self.reaches, strict=True):
+            if reach.most is None:
                 continue
-            first = first_visible(window, tokens, self.block_tokens)
+            first = reach.first_block(tokens, self.block_tokens)
             lowest = first if worst is None else max(first, worst + 1)
             missing = next((j for j in range(i - 1, lowest - 1, -1) if index.find(chain.key(j)) is None), None)
             worst = worst if missing is None else missing
@@ -104,9 +103,13 @@ class Matcher:
     def _result(self, chain: KeyChain, i: int, rows: int, sources: list[int]) -> Match:
         tokens = i * self.block_tokens + rows
         groups = []
-        for index, window, source in zip(self.indexes, self.windows, sources, strict=True):
-            first = min(i, first_visible(window, tokens, self.block_tokens))
-            shared = [index.find(chain.key(j)) for j in range(first, i)]
-            assert None not in shared
-            groups.append(GroupMatch(first, tuple(s for s in shared if s is not None), source))
+        for index, reach, source in zip(self.indexes, self.reaches, sources, strict=True):
+            first = min(i, reach.first_block(tokens, self.block_tokens))
+            sinks = range(min(first, reach.sink_blocks(self.block_tokens)))
+            window, kept = (
+                tuple(s for j in blocks if (s := index.find(chain.key(j))) is not None)
+                for blocks in (range(first, i), sinks)
+            )
+            assert (len(window), len(kept)) == (i - first, len(sinks))
+            groups.append(GroupMatch(first, window, source, kept))
         return Match(tokens, i, rows, tuple(groups))

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from longctx.attention.reach import Reach
 from longctx.errors import ContextLengthError, DoesNotFitError, LongctxError, RequestError
 from longctx.kv.groups import LayerGroup
 from longctx.units import format_bytes
@@ -44,15 +45,12 @@ class PoolShape:
 
     @property
     def has_full(self) -> bool:
-        return any(group.window is None for group in self.groups)
+        return any(group.is_full for group in self.groups)
 
-    def window_need(self, window: int) -> int:
-        """Most blocks one running request holds in a window group: W + chunk, a border cut at either end."""
+    def window_need(self, reach: Reach) -> int:
+        """Most blocks one running request holds in a window group: W + chunk, a border cut at either end, and sinks."""
         chunk = min(self.max_chunk_tokens, self.max_model_len)
-        return min(
-            ceil_div(window + chunk, self.block_tokens) + 2,
-            ceil_div(self.max_model_len, self.block_tokens) + 1,
-        )
+        return min(reach.blocks(chunk + 2, self.block_tokens) + 1, ceil_div(self.max_model_len, self.block_tokens) + 1)
 
     def slots(self, history_blocks: int) -> tuple[int, ...]:
         """Slots per group so that the full groups hold `history_blocks` blocks beside their null block.
@@ -60,19 +58,19 @@ class PoolShape:
         A window group holds null + R x need + tails, where a tail is the ceil((W-1)/B) blocks that a prefix hit at a
         block border reads: one for every `tail_every` tokens of the history that the full groups can hold (tails
         longer than that distance overlap and count once), and per running request the union of the tails at the last
-        three borders of its prompt, which is two blocks more than one tail.
+        three borders of its prompt, which is two blocks more than one tail. No tail is read without its prompt's sinks.
         """
         return tuple(
-            NULL_BLOCKS
-            + (history_blocks if group.window is None else self._window_blocks(group.window, history_blocks))
+            NULL_BLOCKS + (history_blocks if group.is_full else self._window_blocks(group.reach, history_blocks))
             for group in self.groups
         )
 
-    def _window_blocks(self, window: int, history_blocks: int) -> int:
+    def _window_blocks(self, reach: Reach, history_blocks: int) -> int:
         block = self.block_tokens
-        tail = ceil_div(window - 1, block)
-        permanent = min(tail, ceil_div(self.tail_every, block)) * ceil_div(history_blocks * block, self.tail_every)
-        return self.max_running * (self.window_need(window) + tail + 2) + permanent
+        tail, sinks = reach.tail_blocks(block), reach.sink_blocks(block)
+        permanent = min(tail + sinks, ceil_div(self.tail_every, block))
+        permanent *= ceil_div(history_blocks * block, self.tail_every)
+        return self.max_running * (self.window_need(reach) + tail + sinks + 2) + permanent
 
     def pool_bytes(self, history_blocks: int) -> int:
         """Bytes of a pool whose full groups hold `history_blocks` blocks; never decreases with it."""

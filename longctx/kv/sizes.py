@@ -52,10 +52,10 @@ def vector_bytes(group: LayerGroup) -> tuple[int, int]:
 
 
 def request_bytes(groups: Sequence[LayerGroup], tokens: int) -> tuple[int, int]:
-    """Bytes of one request's keys and values at `tokens` tokens: (data, scales); a window layer holds min(n, W)."""
+    """Bytes of one request's keys and values at `tokens` tokens: (data, scales). Window layers: min(n, W + sinks)."""
     data = scales = 0
     for group in groups:
-        held = tokens if group.window is None else min(tokens, group.window)
+        held = group.reach.held(tokens)
         group_data, group_scales = vector_bytes(group)
         data, scales = data + held * group_data, scales + held * group_scales
     return data, scales
@@ -64,8 +64,8 @@ def request_bytes(groups: Sequence[LayerGroup], tokens: int) -> tuple[int, int]:
 def tokens_that_fit(groups: Sequence[LayerGroup], kv_memory: int, concurrency: int) -> int | None:
     """Longest n with `concurrency` requests' data in `kv_memory`, before scales and blocks; None if any n fits."""
     share = kv_memory // concurrency
-    windows = sorted({0} | {group.window for group in groups if group.window is not None}, reverse=True)
-    for start in windows:  # the cost is linear above each window's end
+    most = sorted({0} | {group.reach.most for group in groups if group.reach.most is not None}, reverse=True)
+    for start in most:  # the cost is linear above each window's end
         used = request_bytes(groups, start)[0]
         slope = request_bytes(groups, start + 1)[0] - used
         if used <= share:

@@ -64,11 +64,13 @@ class KeyChain:
 class Column:
     """One group's slots, block by block: appended at the end, replaced by the null slot when they slide out.
 
-    Blocks below `first_held` are null. `promised` is how many slots of a window group admission keeps for this request.
+    Blocks below `first_held` are null, but for the first `num_sinks`, which never slide out. `promised` is how many
+    slots of a window group admission keeps for this request.
     """
 
     def __init__(self) -> None:
         self.first_held = 0
+        self.num_sinks = 0
         self.promised = 0
         self._buffer = np.zeros(16, dtype=np.int64)
         self._length = 0
@@ -100,8 +102,9 @@ class Column:
         return self._buffer[: self._length].tolist()
 
     def held(self) -> list[int]:
-        """The slots that are referenced."""
-        return self._buffer[self.first_held : self._length].tolist()
+        """The slots that are referenced, in order."""
+        sinks = self._buffer[: min(self.num_sinks, self.first_held)]
+        return [*sinks.tolist(), *self._buffer[self.first_held : self._length].tolist()]
 
 
 class BlockTable:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from longctx.attention.reach import Reach
+
 
 @dataclass(frozen=True)
 class LayerSpec:
     """Attention of one decoder layer, as its module will call the hook.
 
-    `window` counts the query's own position (Hugging Face's convention): query i sees keys i-window+1 .. i.
-    None is full attention.
+    `window` counts the query's own position (Hugging Face's convention): query i sees keys i-window+1 .. i, and the
+    first `sinks`. With `local_chunk` it sees its own multiple of it. None of the three is full attention. `by_variant`:
+    the model itself has full attention here, and its user chose otherwise.
     """
 
     index: int
@@ -22,6 +25,13 @@ class LayerSpec:
     scale: float
     softcap: float | None = None
     has_sink: bool = False
+    sinks: int = 0
+    local_chunk: int | None = None
+    by_variant: bool = False
+
+    @property
+    def reach(self) -> Reach:
+        return Reach(self.window, self.sinks, self.local_chunk)
 
 
 @dataclass(frozen=True)
@@ -46,6 +56,10 @@ class RopeSpec:
         return 1 if self.kind == "longrope" else total_tokens
 
 
+PLAIN_WEIGHTS, INT8_WEIGHTS = "plain", "int8"
+"""How linears' weights are held; the word for it in block keys."""
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     """A model's geometry from its config alone; `plan` and the cache are built from it.
@@ -54,6 +68,8 @@ class ModelSpec:
     input embedding's; `head_params` are the LM head's (equal to the embedding's when tied, where `tied` is true);
     `linear_params` are all parameters that a token multiplies in the layers (for MoE: `active_linear_params` are those
     one token touches). `max_positions` is the model's own limit, after any rope scaling asked for by the user.
+    `weights` says how linears are held: "plain" in `dtype`, or "int8", which holds `int8_params` of the parameters, the
+    LM head's among them, in `int8_bytes`, scales included.
     """
 
     name: str
@@ -71,11 +87,25 @@ class ModelSpec:
     linear_params: int
     active_linear_params: int
     tied: bool
+    weights: str = PLAIN_WEIGHTS
+    int8_params: int = 0
+    int8_bytes: int = 0
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights as resident in `dtype`, a tied embedding counted once."""
-        return self.num_params * DTYPE_BYTES[self.dtype]
+        """Bytes of the weights as resident, a tied embedding counted once."""
+        return self._stored_bytes(self.num_params)
+
+    @property
+    def step_weight_bytes(self) -> int:
+        """Bytes of the weights that one token's step reads: every linear it touches, and the LM head."""
+        return self._stored_bytes(self.active_linear_params + self.head_params)
+
+    def _stored_bytes(self, num_params: int) -> int:
+        """Bytes of `num_params` parameters, all those among them that int8 weights are made of."""
+        if self.weights == INT8_WEIGHTS:
+            return (num_params - self.int8_params) * DTYPE_BYTES[self.dtype] + self.int8_bytes
+        return num_params * DTYPE_BYTES[self.dtype]
 
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

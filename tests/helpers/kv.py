@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from longctx.attention.reach import Reach
 from longctx.kv.cache import KVCache
 from longctx.kv.groups import GroupKey, LayerGroup
 from longctx.kv.match import Match
@@ -17,10 +18,25 @@ from longctx.step import CopyRows
 SPACE = KeySpace("weights", "config", "float32", "plain", ("fp32/fp32",), 4, "exact")
 
 
-def make_groups(*windows: int | None, block_tokens: int = 4) -> tuple[LayerGroup, ...]:
+def reach_of(window: int | Reach | None) -> Reach:
+    return window if isinstance(window, Reach) else Reach(window)
+
+
+def make_groups(*windows: int | Reach | None, block_tokens: int = 4) -> tuple[LayerGroup, ...]:
     fp32 = FORMATS["fp32"]
     layout = BlockLayout(1, 1, block_tokens, 4, 4, fp32, fp32)
-    return tuple(LayerGroup(i, GroupKey(w, 1, 4, 4, "fp32", "fp32"), (i,), layout) for i, w in enumerate(windows))
+    keys = [
+        GroupKey(r.window, 1, 4, 4, "fp32", "fp32", sinks=r.sinks, local_chunk=r.local_chunk)
+        for r in map(reach_of, windows)
+    ]
+    return tuple(LayerGroup(i, key, (i,), layout) for i, key in enumerate(keys))
+
+
+def sees(reach: Reach, query: int) -> list[int]:
+    """The positions a query sees, from the definition."""
+    if reach.local_chunk is not None:
+        return [p for p in range(query + 1) if p // reach.local_chunk == query // reach.local_chunk]
+    return [p for p in range(query + 1) if reach.window is None or query - p < reach.window or p < reach.sinks]
 
 
 @dataclass(eq=False)
@@ -53,7 +69,7 @@ class CacheDriver:
 
     def __init__(
         self,
-        windows: Sequence[int | None],
+        windows: Sequence[int | Reach | None],
         num_slots: Sequence[int],
         *,
         block_tokens: int = 4,
@@ -62,7 +78,7 @@ class CacheDriver:
         checked: bool = True,
     ):
         self._checked = checked
-        self.windows, self.block_tokens, self.chunk = windows, block_tokens, chunk
+        self.reaches, self.block_tokens, self.chunk = tuple(map(reach_of, windows)), block_tokens, chunk
         self.cache = KVCache(
             make_groups(*windows, block_tokens=block_tokens), num_slots, block_tokens, chunk, tail_every=tail_every
         )
@@ -125,9 +141,8 @@ class CacheDriver:
         self.copies.clear()
 
     def _read(self, job: Job, tables: Sequence, query: int) -> None:
-        for group, window in enumerate(self.windows):
-            first = 0 if window is None else max(0, query - window + 1)
-            for p in range(first, query + 1):
+        for group, reach in enumerate(self.reaches):
+            for p in sees(reach, query):
                 slot = int(tables[group][p // self.block_tokens])
                 found = self.memory[group].get((slot, p % self.block_tokens))
                 assert slot != 0 and found == job.content_at(p), f"{job.id}: query {query} reads a wrong row at {p}"
@@ -180,9 +195,8 @@ class CacheDriver:
 def usable(driver: CacheDriver, job: Job, tokens: int) -> bool:
     """Whether a hit at `tokens` is possible, straight from the definition: every row a query there could read."""
     size = driver.block_tokens
-    for index, window in zip([g.index for g in driver.cache._groups], driver.windows, strict=True):
-        first = 0 if window is None else max(0, tokens - window + 1)
-        for block in range(first // size, -(-tokens // size)) if first < tokens else ():
+    for index, reach in zip([g.index for g in driver.cache._groups], driver.reaches, strict=True):
+        for block in sorted({p // size for p in sees(reach, tokens) if p < tokens}):
             wanted = job.tokens[block * size : min(tokens, (block + 1) * size)]
             children = [index.entry(s) for s in index.slots() if index.entry(s).parent == job.chain.parent(block)]
             if not any(list(e.tokens[: len(wanted)]) == wanted for e in children):

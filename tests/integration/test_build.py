@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -38,8 +40,8 @@ def test_an_unverified_type_is_compared_at_load(tmp_path, monkeypatch) -> None:
     config = EngineConfig.from_options(str(tmp_path), unverified_model=True, kv_memory="64MiB")
     assert build_engine(config).has_work is False
 
-    def sharper(scale: float, window: int | None, softcap: float | None) -> AttnParams:
-        return AttnParams(1.1 * scale, window, softcap)
+    def sharper(scale: float, *others: Any) -> AttnParams:
+        return AttnParams(1.1 * scale, *others)
 
     monkeypatch.setattr("longctx.forward.AttnParams", sharper)
     with pytest.raises(ModelError, match="logits differ"):

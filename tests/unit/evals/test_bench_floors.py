@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from longctx.attention.reach import Reach
 from longctx.evals.bench.floors import (
     Floor,
     attention_bytes,
@@ -92,11 +93,21 @@ def test_a_window_layer_is_read_up_to_its_window() -> None:
     assert attention_bytes(spec, 10, {0: 7, 1: 5}) == 10 * 7 + 3 * 5
 
 
-@pytest.mark.parametrize("window", [None, 1, 3, 8])
-@pytest.mark.parametrize(("start", "n"), [(0, 1), (0, 5), (2, 4), (7, 3), (4, 0)])
-def test_visible_pairs_are_counted_exactly(start: int, n: int, window: int | None) -> None:
-    counted = sum(min(i + 1, window or i + 1) for i in range(start, start + n))
-    assert visible_pairs(start, n, window) == counted
+REACHES = [Reach(), Reach(1), Reach(3), Reach(8), Reach(3, 2), Reach(8, 7), Reach(local_chunk=3), Reach(local_chunk=8)]
+
+
+def seen(query: int, reach: Reach) -> int:
+    """Keys that a query sees, one by one."""
+    first = 0 if reach.local_chunk is None else query // reach.local_chunk * reach.local_chunk
+    inside = range(first, query + 1)
+    return sum(reach.window is None or query - j < reach.window or j < reach.sinks for j in inside)
+
+
+@pytest.mark.parametrize("reach", REACHES, ids=str)
+@pytest.mark.parametrize(("start", "n"), [(0, 1), (0, 5), (2, 4), (7, 3), (4, 0), (1, 30)])
+def test_visible_pairs_are_counted_exactly(start: int, n: int, reach: Reach) -> None:
+    assert visible_pairs(start, n, reach) == sum(seen(i, reach) for i in range(start, start + n))
+    assert all(reach.keys(context) == seen(context - 1, reach) for context in range(1, 40))
 
 
 def test_a_floor_is_what_takes_longer() -> None:

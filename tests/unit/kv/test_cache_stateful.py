@@ -6,6 +6,7 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, precondition, rule
 
+from longctx.attention.reach import Reach
 from tests.helpers.kv import CacheDriver, Job, usable
 
 # Few documents and tokens, cut anywhere, so that chains meet, branch inside blocks and repeat.
@@ -15,7 +16,21 @@ TOKENS = st.lists(st.integers(0, 1), max_size=9)
 PROMPTS = st.builds(lambda document, n, end: [*document[:n], *end[:5]], DOCUMENTS, CUTS, TOKENS)
 SALTS = st.sampled_from([None] * 5 + ["a"])
 USUALLY = st.sampled_from([True] * 5 + [False])
-WINDOWS = st.sampled_from([(None,), (None, 6), (5,), (None, 3, 9), (None, 1), (None, None), (4, None, 4), (17,)])
+SINKS, CHUNK = Reach(6, 3), Reach(local_chunk=8)
+WINDOWS = st.sampled_from(
+    [
+        *((None,), (None, 6), (5,), (None, 3, 9), (None, 1), (None, None), (4, None, 4), (17,)),
+        *(
+            (SINKS,),
+            (5, SINKS),
+            (None, Reach(9, 8)),
+            (Reach(12, 10),),
+            (CHUNK,),
+            (None, CHUNK),
+            (Reach(local_chunk=4), 6),
+        ),
+    ]
+)
 WHO = st.integers(0, 9)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from longctx.kv.match import first_visible
+from longctx.attention.reach import Reach
 from tests.helpers.kv import CacheDriver
 
 B = 4
@@ -24,8 +24,8 @@ def test_a_query_sees_itself_and_window_minus_one_before(window):
     for tokens in range(40):
         seen = [p for p in range(tokens) if p > tokens - window]
         if seen:
-            assert first_visible(window, tokens, B) == seen[0] // B
-        assert first_visible(None, tokens, B) == 0
+            assert Reach(window).first_block(tokens, B) == seen[0] // B
+        assert Reach().first_block(tokens, B) == 0
 
 
 @pytest.mark.parametrize("window", [1, 4, 5, 6, 16, 17])

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from longctx.attention.reach import Reach
 from longctx.errors import DoesNotFitError, LongctxError, RequestError
 from longctx.kv.groups import LayerGroup
 from longctx.kv.partition import Partition, PoolShape, admit, ceil_div, partition
@@ -41,9 +42,25 @@ def test_window_groups_get_what_running_requests_and_tails_need() -> None:
     assert part.pool_bytes <= 4_000_000 < part.shape.pool_bytes(history + 1)
 
 
+def test_sinks_cost_their_blocks_once_per_request_and_once_per_tail() -> None:
+    window, sinks = (
+        PoolShape((replace(g, key=replace(g.key, sinks=n)),), 3, 32, 4096, 64)
+        for n, g in ((0, WINDOW[0]), (17, WINDOW[0]))
+    )
+    assert sinks.window_need(Reach(40, 17)) == window.window_need(Reach(40)) + 2
+    assert sinks.slots(0)[0] == window.slots(0)[0] + 3 * (2 + 2)
+    assert sinks.slots(4)[0] == window.slots(4)[0] + 3 * (2 + 2) + 1, "a tail and its sinks, at most what is there"
+
+
+def test_a_local_chunk_needs_what_a_window_of_its_size_needs() -> None:
+    chunked = replace(WINDOW[0].key, window=None, local_chunk=WINDOW[0].window)
+    shape = PoolShape((replace(WINDOW[0], key=chunked),), 3, 32, 4096, 64)
+    assert not shape.has_full and shape.slots(9) == PoolShape(WINDOW, 3, 32, 4096, 64).slots(9)
+
+
 def test_a_window_longer_than_the_longest_request_needs_no_more_blocks_than_that() -> None:
     shape = PoolShape(groups(2, 100_000), 1, 32, 64)
-    assert shape.window_need(100_000) == 4 + 1
+    assert shape.window_need(Reach(100_000)) == 4 + 1
     wide, narrow = PoolShape(groups(2, 4000), 1, 32, 10**6, 64), PoolShape(groups(2, 64), 1, 32, 10**6, 64)
     assert wide.slots(100)[0] - wide.slots(0)[0] == narrow.slots(100)[0] - narrow.slots(0)[0] == 100, "tails overlap"
 
