@@ -16,7 +16,8 @@ class ExactCodec:
 
     def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
         if self._dtype == torch.float16:
-            x = x.clamp(-FP16_MAX, FP16_MAX)
+            # As fp32, for bf16 has no 65,504: the bound itself would be rounded up to 65,536.
+            x = x.float().clamp_(-FP16_MAX, FP16_MAX) if x.dtype != torch.float32 else x.clamp(-FP16_MAX, FP16_MAX)
         return x.to(self._dtype), None
 
     def decode(self, data: torch.Tensor, scales: torch.Tensor | None, out: torch.Tensor) -> None:

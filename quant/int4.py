@@ -25,7 +25,8 @@ class Int4Codec:
             part = x[..., begin : begin + GROUP]
             assert part.shape[-1] % 2 == 0
             bottom, top = part.amin(-1, keepdim=True), part.amax(-1, keepdim=True)
-            low = _bf16_towards(bottom, up=False)
+            # Plus zero: which of 0.0 and -0.0 is the least depends on the order of the search.
+            low = _bf16_towards(bottom + 0.0, up=False)
             step = _bf16_towards((top - low) / LARGEST, up=True)
             finite = torch.isfinite(step) & torch.isfinite(low)
             inverse = torch.where(finite & (step > 0), 1.0 / step, 0.0).nan_to_num_(0.0, 0.0, 0.0)

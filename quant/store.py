@@ -3,7 +3,9 @@
 # Shape legend: T new tokens, S gathered tokens, n blocks, K kv heads, B block tokens, D head dim.
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,6 +14,27 @@ from longctx.quant.layout import LayerKV
 
 # Beyond this many runs of neighbouring rows, one indexed write is cheaper than a copy for each run.
 MAX_RUNS = 16
+
+
+class StoreKernels(NamedTuple):
+    """`store_tokens`, and `gather_tokens` into given tensors, to the same bits as the codecs."""
+
+    store: Callable[[LayerKV, np.ndarray | torch.Tensor, np.ndarray | torch.Tensor, torch.Tensor, torch.Tensor], None]
+    gather: Callable[[LayerKV, np.ndarray, int, int, tuple[torch.Tensor, torch.Tensor]], None]
+
+
+_KERNELS: dict[str, StoreKernels] = {}
+
+
+def use_kernels(device_type: str, kernels: StoreKernels | None) -> None:
+    """From now on serve this process's pools on such devices with `kernels`; None: with the codecs.
+
+    Called by who brings the kernels, so that nobody without such a device imports them.
+    """
+    if kernels is None:
+        _KERNELS.pop(device_type, None)
+    else:
+        _KERNELS[device_type] = kernels
 
 
 def store_tokens(
@@ -26,6 +49,9 @@ def store_tokens(
     `k_KTD` [K, T, Dk] and `v_KTD` [K, T, Dv] may be strided. No two tokens may share a place.
     """
     assert k_KTD.shape[1] == v_KTD.shape[1] == len(slots_T) == len(rows_T)
+    if kernels := _KERNELS.get(layer.k.device.type):
+        kernels.store(layer, slots_T, rows_T, k_KTD, v_KTD)
+        return
     k_data, k_scale = layer.k_format.codec.encode(k_KTD)
     v_data, v_scale = layer.v_format.codec.encode(v_KTD)
     encoded = ((layer.k, k_data), (layer.v, v_data), (layer.k_scale, k_scale), (layer.v_scale, v_scale))
@@ -75,8 +101,11 @@ def gather_tokens(
             for dim in (layer.k_dim, layer.v_dim)
         )
         out = (k_KSD, v_KSD)
+    assert out[0].shape[1] == out[1].shape[1] == total
+    if kernels := _KERNELS.get(layer.k.device.type):
+        kernels.gather(layer, table, start, length, out)
+        return out
     for target_KSD in out:
-        assert target_KSD.shape[1] == total
         if total > length:
             target_KSD[:, length:].zero_()
     block = layer.block_tokens
