@@ -20,9 +20,11 @@ from longctx.kv.memory import Fixed, MemoryWords, check_machine, fixed_for, kv_m
 from longctx.kv.partition import Partition, PoolShape, ceil_div, partition
 from longctx.models.allow import ALLOWED, verify_against_eager
 from longctx.models.fused import fuse
+from longctx.models.int8_linears import quantize_linears
 from longctx.models.linears import pack_linears
 from longctx.models.load import LoadedModel, load_model
 from longctx.models.rotary import swap_rotary
+from longctx.models.spec import INT8_WEIGHTS
 from longctx.params import SamplingParams
 from longctx.quant.formats import FORMATS, KVFormat, format_of_dtype
 from longctx.rates import Rates, rates_for
@@ -45,6 +47,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         max_model_len=load.max_model_len,
         rope_scaling=load.rope_scaling,
         unverified=load.unverified_model,
+        weights=load.weights,
         progress=progress,
     )
     engine = assemble(config, loaded, rates_for(loaded.spec))
@@ -98,7 +101,8 @@ def assemble(config: EngineConfig, loaded: LoadedModel, rates: Rates, *, kv_toke
     else:
         part = Partition(shape, ceil_div(kv_tokens, config.cache.block_tokens))
     swap_rotary(loaded.model, spec.rope)
-    for report in (pack_linears(loaded.model), fuse(loaded.model)):
+    prepare = quantize_linears if spec.weights == INT8_WEIGHTS else pack_linears
+    for report in (prepare(loaded.model), fuse(loaded.model)):
         log.info("%s", report)
     machine.trim_heap()
     return Engine(config, loaded, groups, part, fixed, rates)

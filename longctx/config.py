@@ -21,7 +21,11 @@ def _check_whole(config: Any, *names: str) -> None:
 
 @dataclass(frozen=True)
 class LoadConfig:
-    """Which model, and how it is loaded."""
+    """Which model, and how it is loaded.
+
+    `weights` "int8" holds the linears' weights in int8 and quantizes what they multiply as it comes (on a CPU); "auto"
+    holds them in `dtype`.
+    """
 
     model: str
     dtype: str = "auto"
@@ -29,6 +33,11 @@ class LoadConfig:
     max_model_len: int | None = None
     rope_scaling: str | None = None
     unverified_model: bool = False
+    weights: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.weights not in ("auto", "int8"):
+            raise LongctxError(f"weights {self.weights!r} are not known; choose auto or int8")
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ class Engine:
             weights_digest=loaded.digest,
             config_digest=_config_digest(loaded.model.config),
             dtype=spec.dtype,
-            weight_mode="plain",
+            weight_mode=spec.weights,
             formats=tuple(f"{g.key.k_format}/{g.key.v_format}" for g in groups),
             block_tokens=block_tokens,
             attention_variant="exact",

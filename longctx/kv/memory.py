@@ -9,7 +9,7 @@ from fractions import Fraction
 
 from longctx.attention.span import TILE_TOKENS
 from longctx.errors import LongctxError
-from longctx.models.spec import DTYPE_BYTES, LayerSpec, ModelSpec
+from longctx.models.spec import DTYPE_BYTES, INT8_WEIGHTS, LayerSpec, ModelSpec
 from longctx.units import format_bytes, parse_bytes
 
 DEFAULT_FRACTION = 0.9
@@ -99,7 +99,8 @@ def fixed_for(spec: ModelSpec, chunk_tokens: int, sampling_rows: int) -> Fixed:
         spec.weight_bytes,
         workspace_bytes(spec, min(chunk_tokens, spec.max_positions), sampling_rows),
         PROCESS_BYTES + TOKENIZER_BYTES_PER_ENTRY * spec.vocab_size,
-        spec.head_params * DTYPE_BYTES[spec.dtype],
+        # Int8 weights are made of a few rows at a time.
+        0 if spec.weights == INT8_WEIGHTS else spec.head_params * DTYPE_BYTES[spec.dtype],
     )
 
 

@@ -11,14 +11,26 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from longctx.models.fused_attention import ATTENTIONS, PROBE_TOKENS, FusedAttention, probe
-from longctx.models.fused_rows import ACTIVATIONS, GATED_MLPS, NORMS, FusedMLP, FusedRMSNorm, activation_name
+from longctx.models.fused_rows import (
+    ACTIVATIONS,
+    GATED_MLPS,
+    NORMS,
+    FusedMLP,
+    FusedRMSNorm,
+    Int8MLP,
+    activation_name,
+    fuse_mlp,
+)
+from longctx.models.int8_linears import Int8Linear
 from longctx.models.linears import PackedLinear
 
 _TRIAL_ROWS = PROBE_TOKENS
 _FEWER_ROWS = (1, 2, 3, 5, 8)
 _TRIAL_TOLERANCE = 1e-5
+_INT8_TOLERANCE = 0.02
+"""Rounding may tip a value to the next code, which is 1/127 of its group's largest."""
 
-Fused = FusedAttention | FusedMLP | FusedRMSNorm
+Fused = FusedAttention | FusedMLP | Int8MLP | FusedRMSNorm
 
 
 @dataclass(frozen=True)
@@ -40,7 +52,7 @@ def fuse(model: PreTrainedModel) -> FuseReport:
     left: dict[str, str] = {}
     agreed: set[str] = set()
     # Attention first: it takes in the norms of its heads, which must still be the source's own.
-    for kinds, build in ((ATTENTIONS, FusedAttention), (GATED_MLPS, FusedMLP), (NORMS, FusedRMSNorm)):
+    for kinds, build in ((ATTENTIONS, FusedAttention), (GATED_MLPS, fuse_mlp), (NORMS, FusedRMSNorm)):
         for name, module in list(model.named_modules()):
             kind = type(module).__name__
             if kind not in kinds or kind in left:
@@ -77,7 +89,7 @@ def _unsuited(module: nn.Module) -> str:
             return f"needs fp32 on the CPU, not {parameter.dtype} on {parameter.device}"
     kind = type(module).__name__
     linears = [child for child in module.children() if hasattr(child, "in_features") and kind not in NORMS]
-    if not all(isinstance(linear, PackedLinear) for linear in linears):
+    if not any(all(isinstance(linear, kind) for linear in linears) for kind in (PackedLinear, Int8Linear)):
         return "its linears are not packed"
     if kind in GATED_MLPS and activation_name(module) not in ACTIVATIONS:
         return f"activation {activation_name(module)} is not known"
@@ -88,7 +100,7 @@ def _trial(module: nn.Module, replacement: Fused) -> str:
     """What sets the replacement apart from the module, beyond rounding, on random rows."""
     x = torch.randn(_TRIAL_ROWS, replacement.in_features, generator=torch.Generator().manual_seed(0))
     ours = replacement(x)
-    if not _close(ours, module(x)):
+    if not _close(ours, module(x), _tolerance(replacement)):
         return "a trial gave other values"
     if not all(torch.equal(replacement(x[:rows]), ours[:rows]) for rows in _FEWER_ROWS):
         return "in a trial rows depended on their number"
@@ -98,7 +110,8 @@ def _trial(module: nn.Module, replacement: Fused) -> str:
 def _attention_trial(module: nn.Module, replacement: Fused) -> str:
     theirs, their_settings = probe(module, _TRIAL_ROWS)
     ours, our_settings = probe(replacement, _TRIAL_ROWS)
-    if our_settings != their_settings or not all(_close(a, b) for a, b in zip(ours, theirs, strict=True)):
+    tolerance = _tolerance(replacement)
+    if our_settings != their_settings or not all(_close(a, b, tolerance) for a, b in zip(ours, theirs, strict=True)):
         return "a trial gave other values"
     for rows in _FEWER_ROWS:
         *heads, out = probe(replacement, rows)[0]
@@ -108,5 +121,9 @@ def _attention_trial(module: nn.Module, replacement: Fused) -> str:
     return ""
 
 
-def _close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    return torch.allclose(ours, theirs, rtol=0, atol=_TRIAL_TOLERANCE * float(theirs.abs().max()))
+def _tolerance(replacement: nn.Module) -> float:
+    return _INT8_TOLERANCE if any(isinstance(m, Int8Linear) for m in replacement.modules()) else _TRIAL_TOLERANCE
+
+
+def _close(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float) -> bool:
+    return torch.allclose(ours, theirs, rtol=0, atol=tolerance * float(theirs.abs().max()))

@@ -13,6 +13,7 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from longctx.models.fused_rows import norm_scale
+from longctx.models.int8_linears import Int8Linear, join_linears
 from longctx.models.linears import PackedLinear
 from longctx.models.row_kernels import norm_and_rotate_heads
 
@@ -90,11 +91,13 @@ class FusedAttention(nn.Module):
         return f"heads={self._num_heads}, head_dim={self.head_dim}, rotates={self._rotates}, {self._settings}"
 
 
-def _joined(source: Any) -> PackedLinear:
+def _joined(source: Any) -> PackedLinear | Int8Linear:
     """One linear for queries, keys and values, in this order."""
     if hasattr(source, "qkv_proj"):
         return source.qkv_proj
-    parts = (source.q_proj, source.k_proj, source.v_proj)
+    parts = [source.q_proj, source.k_proj, source.v_proj]
+    if isinstance(parts[0], Int8Linear):
+        return join_linears(parts)
     biases = [part.bias for part in parts]
     bias = None if biases[0] is None else torch.cat(biases)
     return PackedLinear(torch.cat([part.dense() for part in parts]), bias)

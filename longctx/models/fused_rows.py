@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from longctx.models.int8_kernel import GELU_TANH, SILU
+from longctx.models.int8_linears import Int8Linear, join_linears
 from longctx.models.linears import MIN_ROWS, PackedLinear, pad_rows
 from longctx.models.row_kernels import rms_norm_rows
 
@@ -20,6 +22,8 @@ NORMS = PLAIN_NORMS | OFFSET_NORMS
 GATED_MLPS = frozenset(f"{family}MLP" for family in (*_LLAMA_LIKE, "Gemma2", "Gemma3"))
 
 ACTIVATIONS = {"silu": ("swish", ""), "gelu_pytorch_tanh": ("gelu", "tanh")}
+"""Those that oneDNN computes inside a product, by its names for them."""
+_INT8_ACTIVATIONS = {"silu": SILU, "gelu_pytorch_tanh": GELU_TANH}
 
 
 def norm_scale(norm: nn.Module) -> tuple[np.ndarray, float]:
@@ -93,3 +97,23 @@ class FusedMLP(nn.Module):
         )
         hidden = torch.ops.mkldnn._linear_pointwise.binary(x, hidden, up.packed, up.bias, "mul")
         return self.down_proj(hidden)
+
+
+class Int8MLP(nn.Module):
+    """down(act(gate(x)) * up(x)) on int8 weights: gate and up in one product, the rest of a row as it is quantized."""
+
+    def __init__(self, source: nn.Module) -> None:
+        super().__init__()
+        self.gate_up_proj = join_linears([source.gate_proj, source.up_proj])  # type: ignore[list-item]
+        self.down_proj: Int8Linear = source.down_proj  # type: ignore[assignment]
+        self.in_features = self.gate_up_proj.in_features
+        self._activation = _INT8_ACTIVATIONS[activation_name(source)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., I] to [..., I]."""
+        return self.down_proj.apply_gated(self.gate_up_proj(x), self._activation)
+
+
+def fuse_mlp(source: nn.Module) -> FusedMLP | Int8MLP:
+    """The replacement of a gated MLP, by what its linears are."""
+    return Int8MLP(source) if isinstance(source.down_proj, Int8Linear) else FusedMLP(source)

@@ -11,8 +11,9 @@ from transformers import AttentionMaskInterface, PreTrainedConfig, PreTrainedMod
 
 from longctx.errors import ModelError
 from longctx.models.empty import embedding_and_head, empty_model
+from longctx.models.int8_codes import int8_bytes
 from longctx.models.limits import apply_limits, rope_spec
-from longctx.models.spec import DTYPE_BYTES, LayerSpec, ModelSpec
+from longctx.models.spec import DTYPE_BYTES, INT8_WEIGHTS, PLAIN_WEIGHTS, LayerSpec, ModelSpec
 
 _PROBE_NAME = "longctx_probe"
 _FAR = 1 << 40  # a position beyond any window
@@ -52,6 +53,7 @@ def spec_from_config(
     max_model_len: int | None = None,
     rope_scaling: str | None = None,
     device: str = "cpu",
+    weights: str = "auto",
 ) -> ModelSpec:
     """The `ModelSpec` of a config, in seconds and without memory for weights. Raises ModelError.
 
@@ -67,10 +69,14 @@ def spec_from_config(
     )
     embedding, head = embedding_and_head(model)
     linear, active = _linear_params(model)
+    resolved = resolve_dtype(config, dtype, device)
+    if weights == INT8_WEIGHTS and (resolved != "float32" or not device.startswith("cpu")):
+        raise ModelError(f"--weights int8 is for float32 on a CPU, not {resolved} on {device}: leave it out")
+    int8_shapes = [tuple(m.weight.shape) for m in model.modules() if type(m) is nn.Linear]
     return ModelSpec(
         name=name,
         model_type=config.model_type,
-        dtype=resolve_dtype(config, dtype, device),
+        dtype=resolved,
         num_layers=len(layers),
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
@@ -83,6 +89,9 @@ def spec_from_config(
         linear_params=linear,
         active_linear_params=active,
         tied=head is embedding,
+        weights=INT8_WEIGHTS if weights == INT8_WEIGHTS else PLAIN_WEIGHTS,
+        int8_params=sum(rows * columns for rows, columns in int8_shapes),
+        int8_bytes=sum(int8_bytes(rows, columns) for rows, columns in int8_shapes),
     )
 
 

@@ -3,6 +3,7 @@
 # Shape legend: N rows, I in features, O out features.
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -83,11 +84,16 @@ def pack_linears(model: PreTrainedModel) -> PackReport:
         return PackReport(0, len(types), reason)
     for name in todo:
         _pack(model, name)
-    others = sorted({kind.__name__ for kind in types.values() if kind is not nn.Linear})
+    return PackReport(len(todo), len(types) - len(todo), left_alone(model, types.values()))
+
+
+def left_alone(model: PreTrainedModel, kinds: Iterable[type]) -> str:
+    """What of a model's weights is not replaced, given the classes of its linears; empty if all are."""
+    others = sorted({kind.__name__ for kind in kinds if kind is not nn.Linear})
     reasons = [f"{', '.join(others)} left alone"] if others else []
     if num_experts := sum(parameter.ndim == 3 for parameter in model.parameters()):
         reasons.append(f"{num_experts} expert weights are no linears and stay as they are")
-    return PackReport(len(todo), len(types) - len(todo), "; ".join(reasons))
+    return "; ".join(reasons)
 
 
 def _pack(model: PreTrainedModel, name: str) -> None:

@@ -59,6 +59,7 @@ def load_config_only(
     rope_scaling: str | None = None,
     unverified: bool = False,
     device: str = "cpu",
+    weights: str = "auto",
     progress: Progress | None = None,
 ) -> tuple[PreTrainedConfig, ModelSpec]:
     """The config (any rope scaling applied) and geometry of a model, without its weights. Raises ModelError.
@@ -68,7 +69,7 @@ def load_config_only(
     path = fetch(resolve(name), weights=False, progress=progress)
     config = _read_config(path)
     check(config, unverified)
-    spec = spec_from_config(config, name, dtype, max_model_len, rope_scaling, device)
+    spec = spec_from_config(config, name, dtype, max_model_len, rope_scaling, device, weights)
     return apply_limits(config, max_model_len, rope_scaling)[0], spec
 
 
@@ -81,12 +82,14 @@ def load_model(
     rope_scaling: str | None = None,
     unverified: bool = False,
     device: str = "cpu",
+    weights: str = "auto",
     progress: Progress | None = None,
 ) -> LoadedModel:
     """Load a model by built-in name, folder, .gguf file or hub id. Raises ModelError, each in one line.
 
     dtype "auto" is float32 on a CPU and the config's own elsewhere. `load_format="dummy"` makes small random weights
     from the config alone. `unverified` admits a type outside the allow-list; the engine compares it with Hugging Face.
+    `weights` "int8" says so in the spec; the engine's `assemble` makes them.
     """
     if load_format not in ("auto", "dummy"):
         raise ModelError(f"load format {load_format!r} is not known; choose auto or dummy")
@@ -94,7 +97,7 @@ def load_model(
     path = fetch(resolve(name), weights=not dummy, progress=progress)
     config = _read_config(path)
     check(config, unverified)
-    spec = spec_from_config(config, name, dtype, max_model_len, rope_scaling, device)
+    spec = spec_from_config(config, name, dtype, max_model_len, rope_scaling, device, weights)
     config, _ = apply_limits(config, max_model_len, rope_scaling)
     torch_dtype = getattr(torch, spec.dtype)
 
