@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -15,18 +15,18 @@ from longctx.config import CacheConfig, EngineConfig, LoadConfig
 from longctx.engine import Engine, backends_for
 from longctx.errors import EngineError, LongctxError
 from longctx.events import FinishEvent
-from longctx.kv.groups import make_groups
+from longctx.kv.groups import LayerGroup, formats_text, make_groups
 from longctx.kv.memory import Fixed, MemoryWords, check_machine, fixed_for, kv_memory_for
 from longctx.kv.partition import Partition, PoolShape, ceil_div, partition
-from longctx.models.allow import ALLOWED, verify_against_eager
+from longctx.kv.policy import FormatPolicy
+from longctx.models.allow import ALLOWED, PROBE_TOKENS, verify_against_eager
 from longctx.models.fused import fuse
 from longctx.models.int8_linears import quantize_linears
 from longctx.models.linears import pack_linears
 from longctx.models.load import LoadedModel, load_model
 from longctx.models.rotary import swap_rotary
-from longctx.models.spec import INT8_WEIGHTS
+from longctx.models.spec import INT8_WEIGHTS, ModelSpec
 from longctx.params import SamplingParams
-from longctx.quant.formats import FORMATS, KVFormat, format_of_dtype
 from longctx.rates import Rates, rates_for
 from longctx.request import ScoreSheet
 
@@ -37,7 +37,7 @@ Progress = Callable[[str, float, float], None]
 
 def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engine:
     """Load `config`'s model and build its engine. Raises the `LongctxError` family before a pool is allocated."""
-    resolve_format(config.cache.kv_format, "float32")
+    FormatPolicy.parse(config.cache.kv_format)
     backends_for(config, "cpu")
     load = config.load
     loaded = load_model(
@@ -90,8 +90,9 @@ def assemble(config: EngineConfig, loaded: LoadedModel, rates: Rates, *, kv_toke
     `kv_tokens` sizes the pool by tokens of history instead of by the config's memory words.
     """
     spec, scheduler = loaded.spec, config.scheduler
-    fmt = resolve_format(config.cache.kv_format, spec.dtype)
-    groups = make_groups(spec, config.cache.block_tokens, fmt, fmt)
+    groups = groups_for(config, spec)
+    for line in FormatPolicy.parse(config.cache.kv_format).idle(spec.layers):
+        log.warning("%s", line)
     shape = PoolShape(
         groups, scheduler.max_running, scheduler.largest_chunk, spec.max_positions, config.cache.tail_every
     )
@@ -124,10 +125,6 @@ def size_pool(cache: CacheConfig, shape: PoolShape, fixed: Fixed) -> Partition:
     )
 
 
-def resolve_format(name: str, dtype: str) -> KVFormat:
-    """The KV format called `name`, "auto" being the model's own dtype."""
-    if name == "auto":
-        return format_of_dtype(dtype)
-    if name not in FORMATS:
-        raise LongctxError(f"unknown KV format {name!r}; known formats: auto, {', '.join(FORMATS)}")
-    return FORMATS[name]
+def groups_for(config: EngineConfig, spec: ModelSpec) -> tuple[LayerGroup, ...]:
+    """The layer groups of an engine of `config`, whose formats are those of the config's policy."""
+    return make_groups(spec, config.cache.block_tokens, FormatPolicy.parse(config.cache.kv_format))

@@ -20,7 +20,7 @@ from longctx.errors import EngineError, LongctxError, RequestError
 from longctx.events import Event
 from longctx.kv.budget import Demand, Plan, plan
 from longctx.kv.cache import CacheStats, KVCache
-from longctx.kv.groups import LayerGroup
+from longctx.kv.groups import LayerGroup, formats_text
 from longctx.kv.memory import Fixed
 from longctx.kv.partition import Partition, admit, admit_score
 from longctx.kv.table import KeyChain
@@ -91,7 +91,7 @@ class Engine:
             config_digest=_config_digest(loaded.model.config),
             dtype=spec.dtype,
             weight_mode=spec.weights,
-            formats=tuple(f"{g.key.k_format}/{g.key.v_format}" for g in groups),
+            formats=(formats_text(groups),),
             block_tokens=block_tokens,
             attention_variant="exact",
         )

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from longctx.engine import Engine
 from longctx.errors import EngineError, LongctxError, RequestError
 from longctx.events import Event, FinishEvent, ProgressEvent
+from longctx.kv.groups import formats_text
 from longctx.rates import rates_path
 from longctx.request import Request
 
@@ -140,7 +141,7 @@ class EngineLoop:
         """`stop`, and keep the step times that the engine learned."""
         self.stop()
         try:
-            self._engine.rates.save(rates_path(self._engine.loaded.spec))
+            self._engine.rates.save(rates_path(self._engine.loaded.spec, formats_text(self._engine.groups)))
         except OSError as error:
             log.warning("measured step times were not saved: %s", error)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
     from longctx.kv.groups import LayerGroup
     from longctx.kv.memory import MemoryWords
     from longctx.models.spec import ModelSpec
-    from longctx.quant.formats import KVFormat
+
+log = logging.getLogger(__name__)
 
 _GEOMETRY_LIMITS = {"layers": 10_000, "kv_heads": 10_000, "head_dim": 10_000, "window": 2**40, "window_layers": 10_000}
 _GEOMETRY_EXAMPLE = "layers=80,kv_heads=8,head_dim=128"
@@ -108,10 +110,11 @@ def make_plans(
     from longctx.kv.memory import Fixed, fixed_for, kv_limit, kv_memory_for
     from longctx.rates import rates_for
 
+    from longctx.kv.groups import formats_text
     spec, max_chunk = subject.spec, chunk_tokens or SchedulerConfig.max_chunk_tokens
     fixed, rates = Fixed(subject.weight_bytes), None
     if spec is not None:
-        fixed, rates = fixed_for(spec, max_chunk, concurrency), rates_for(spec)
+        fixed, rates = fixed_for(spec, max_chunk, concurrency), rates_for(spec, formats_text(subject.groups))
     available = machine.available_bytes()
     plans = []
     for tokens in lengths:
@@ -137,9 +140,9 @@ def _model_subject(
     name: str, kv_format: str, dtype: str, max_model_len: int | None, rope_scaling: str | None
 ) -> Subject:
     from longctx.config import CacheConfig
-    from longctx.kv.groups import make_groups
+    from longctx.kv.groups import formats_text, make_groups
+    from longctx.kv.policy import FormatPolicy
     from longctx.models.load import load_config_only
-    from longctx.quant.formats import format_of_dtype
 
     _, spec = load_config_only(name, dtype=dtype, max_model_len=max_model_len, rope_scaling=rope_scaling)
     fmt = _format(kv_format) or format_of_dtype(spec.dtype)
@@ -153,21 +156,16 @@ def _geometry_subject(parts: dict[str, int], kv_format: str, weight_bytes: int) 
     from longctx.kv.sizes import geometry_groups
     from longctx.quant.formats import FORMATS
 
-    fmt = _format(kv_format) or FORMATS["bf16"]
-    if parts["head_dim"] * fmt.bits % 8:
-        raise LongctxError(f"--geometry head_dim={parts['head_dim']} is no whole number of bytes in {fmt.name}")
-    groups = geometry_groups(kv_format=fmt, block_tokens=CacheConfig.block_tokens, **parts)
+    groups = geometry_groups(
+        kv_format=FORMATS["bf16"],
+        block_tokens=CacheConfig.block_tokens,
+        policy=FormatPolicy.parse(kv_format),
+        **parts,
+    )
     shown = ", ".join(f"{key} {value}" for key, value in parts.items())
-    return Subject(f"{shown}, KV in {fmt.name}", groups, weight_bytes, None)
-
-
-def _format(name: str) -> KVFormat | None:
-    """The format called `name`, None for "auto". Formats that cannot be stored yet can be planned for."""
-    from longctx.quant.formats import FORMATS
-
-    if name != "auto" and name not in FORMATS:
-        raise LongctxError(f"--kv-format {name!r} is unknown: use auto, {', '.join(FORMATS)}")
-    return FORMATS.get(name)
+    from longctx.kv.groups import formats_text
+    from longctx.kv.policy import FormatPolicy
+    return Subject(f"{shown}, KV in {formats_text(groups)}", groups, weight_bytes, None)
 
 
 def parse_geometry(text: str) -> dict[str, int]:

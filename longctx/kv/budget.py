@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from longctx.kv.groups import LayerGroup
+from longctx.kv.groups import LayerGroup, formats_text
 from longctx.kv.memory import Fixed
 from longctx.kv.partition import Partition, PoolShape, admit, ceil_div, partition
 from longctx.kv.sizes import request_bytes, tokens_that_fit, vector_bytes

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from longctx.attention.reach import Reach
-from longctx.models.spec import ModelSpec
-from longctx.quant.formats import KVFormat
+from longctx.kv.policy import FormatPolicy, effective_text, kind_of
+from longctx.models.spec import LayerSpec, ModelSpec
+from longctx.quant.formats import FORMATS, KVFormat, format_of_dtype
 from longctx.quant.layout import BlockLayout
 
 
@@ -55,10 +57,17 @@ class LayerGroup:
         return self.key.mask_kind == "full"
 
 
-def make_groups(spec: ModelSpec, block_tokens: int, k_format: KVFormat, v_format: KVFormat) -> tuple[LayerGroup, ...]:
-    """Group a model's layers, full-attention groups first, then by the first layer's index."""
+def make_groups(spec: ModelSpec, block_tokens: int, policy: FormatPolicy) -> tuple[LayerGroup, ...]:
+    """The groups of a model whose layers are stored as `policy` says; raises `LongctxError` where they cannot be."""
+    return group_layers(spec.layers, policy.table(spec.layers, format_of_dtype(spec.dtype)), block_tokens)
+
+
+def group_layers(
+    layers: Sequence[LayerSpec], formats: Sequence[tuple[KVFormat, KVFormat]], block_tokens: int
+) -> tuple[LayerGroup, ...]:
+    """Group layers that are alike, with their (K, V) formats: full-attention groups first, then by the first layer."""
     layers_of: dict[GroupKey, list[int]] = {}
-    for layer in spec.layers:
+    for layer, (k_format, v_format) in zip(layers, formats, strict=True):
         key = GroupKey(
             layer.window,
             layer.num_kv_heads,
@@ -75,8 +84,23 @@ def make_groups(spec: ModelSpec, block_tokens: int, k_format: KVFormat, v_format
         LayerGroup(
             index,
             key,
-            tuple(layers),
-            BlockLayout(len(layers), key.num_kv_heads, block_tokens, key.k_dim, key.v_dim, k_format, v_format),
+            tuple(indices),
+            BlockLayout(
+                len(indices),
+                key.num_kv_heads,
+                block_tokens,
+                key.k_dim,
+                key.v_dim,
+                FORMATS[key.k_format],
+                FORMATS[key.v_format],
+            ),
         )
-        for index, (key, layers) in enumerate(ordered)
+        for index, (key, indices) in enumerate(ordered)
+    )
+
+
+def formats_text(groups: Sequence[LayerGroup]) -> str:
+    """How all layers are stored, in the words of a policy: one format where they are alike."""
+    return effective_text(
+        {layer: (kind_of(g.key.mask_kind), g.key.k_format, g.key.v_format) for g in groups for layer in g.layers}
     )

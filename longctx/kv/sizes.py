@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from longctx.kv.groups import GroupKey, LayerGroup
+from longctx.kv.groups import LayerGroup, group_layers
+from longctx.kv.policy import FormatPolicy
+from longctx.models.spec import LayerSpec
 from longctx.quant.formats import KVFormat
-from longctx.quant.layout import BlockLayout
 
 
 def geometry_groups(
@@ -18,16 +19,18 @@ def geometry_groups(
     block_tokens: int,
     window: int | None = None,
     window_layers: int | None = None,
+    policy: FormatPolicy | None = None,
 ) -> tuple[LayerGroup, ...]:
-    """Groups of a bare geometry: the last `window_layers` layers (all, if only `window` is given) have a window."""
+    """Groups of a bare geometry: the last `window_layers` layers (all, if only `window` is given) have a window.
+
+    `kv_format` is what "auto" stands for in `policy`.
+    """
     num_window = 0 if window is None else (layers if window_layers is None else window_layers)
-    groups: list[LayerGroup] = []
-    for indices, layer_window in ((range(layers - num_window), None), (range(layers - num_window, layers), window)):
-        if len(indices):
-            key = GroupKey(layer_window, kv_heads, head_dim, head_dim, kv_format.name, kv_format.name)
-            layout = BlockLayout(len(indices), kv_heads, block_tokens, head_dim, head_dim, kv_format, kv_format)
-            groups.append(LayerGroup(len(groups), key, tuple(indices), layout))
-    return tuple(groups)
+    specs = [
+        LayerSpec(i, window if i >= layers - num_window else None, kv_heads, kv_heads, head_dim, head_dim, 1.0)
+        for i in range(layers)
+    ]
+    return group_layers(specs, (policy or FormatPolicy()).table(specs, kv_format), block_tokens)
 
 
 def with_format(groups: Sequence[LayerGroup], fmt: KVFormat) -> tuple[LayerGroup, ...]:

@@ -17,6 +17,7 @@ from longctx.config import EngineConfig
 from longctx.engine import Engine
 from longctx.errors import EngineError, LongctxError, RequestError
 from longctx.events import Event
+from longctx.kv.groups import formats_text
 from longctx.loop import EngineLoop
 from longctx.server.logs import configure_child
 from longctx.server.messages import (
@@ -217,7 +218,7 @@ def model_info(engine: Engine) -> ModelInfo:
         max_positions=loaded.spec.max_positions,
         longest_request=longest,
         dtype=loaded.spec.dtype,
-        kv_format=engine.groups[0].key.k_format,
+        kv_format=formats_text(engine.groups),
         weight_bytes=engine.fixed.weight_bytes,
         workspace_bytes=engine.fixed.workspace_bytes,
         pool_bytes=partition.pool_bytes,

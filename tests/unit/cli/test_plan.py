@@ -122,14 +122,17 @@ BAD = [
     ([*TEXTBOOK, "--tokens", "1K", "--memory-fraction", "nan"], "--memory-fraction nan"),
     ([*TEXTBOOK, "--tokens", "1K", "--concurrency", "0"], "--concurrency 0"),
     ([*TEXTBOOK, "--tokens", "1K", "--chunk-tokens", "0"], "--chunk-tokens '0'"),
-    ([*TEXTBOOK, "--tokens", "1K", "--kv-format", "int3"], "--kv-format 'int3' is unknown: use auto, fp32"),
+    ([*TEXTBOOK, "--tokens", "1K", "--kv-format", "int3"], "KV format 'int3' is unknown: use auto, fp32"),
     ([*TEXTBOOK, "--tokens", "1K", "--tier", "g2=fast"], "--tier g2 'fast'"),
     ([*TEXTBOOK, "--tokens", "1K", "--tier", "disk=1GB/s"], "--tier 'disk=1GB/s'"),
     ([*TEXTBOOK, "--tokens", "1K", "--nope"], "--nope"),
     ([*TEXTBOOK, "some-model", "--tokens", "1K"], "either a MODEL or --geometry"),
     (["plan", "--tokens", "1K"], "either a MODEL or --geometry"),
     (["plan", "m", "--tokens", "1K", "--weight-bytes", "1GB"], "--weight-bytes 1GB goes with --geometry"),
-    (["plan", "--geometry", "layers=3,kv_heads=1,head_dim=3", "--tokens", "9", "--kv-format", "int4"], "head_dim=3"),
+    (
+        ["plan", "--geometry", "layers=3,kv_heads=1,head_dim=3", "--tokens", "9", "--kv-format", "int4"],
+        "head dim 3 is no whole",
+    ),
     (["frobnicate"], "frobnicate"),
 ]
 
