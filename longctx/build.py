@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from longctx.kv.groups import LayerGroup, formats_text, make_groups
 from longctx.kv.memory import Fixed, MemoryWords, check_machine, fixed_for, kv_memory_for
 from longctx.kv.partition import Partition, PoolShape, ceil_div, partition
 from longctx.kv.policy import FormatPolicy
-from longctx.models.allow import ALLOWED, PROBE_TOKENS, verify_against_eager
+from longctx.models.allow import ALLOWED, verify_against_eager
 from longctx.models.fused import fuse
 from longctx.models.int8_linears import quantize_linears
 from longctx.models.linears import pack_linears
@@ -50,7 +50,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         weights=load.weights,
         progress=progress,
     )
-    engine = assemble(config, loaded, rates_for(loaded.spec))
+    engine = assemble(config, loaded, rates_for(loaded.spec, formats_text(groups_for(config, loaded.spec))))
     if loaded.spec.model_type not in ALLOWED:
         verify_against_eager(loaded.model, lambda ids: torch.as_tensor(score_alone(engine, ids)))
     if progress is not None:
@@ -68,7 +68,8 @@ def build_beside(engine: Engine, options: Mapping[str, Any]) -> Engine:
     if config.load != engine.config.load:
         names = [f.name for f in fields(LoadConfig) if f.name in options]
         raise LongctxError(f"{', '.join(names)} decides what is loaded: make a new LLM instead of one beside another")
-    beside = assemble(config, engine.loaded, rates_for(engine.loaded.spec))
+    spec = engine.loaded.spec
+    beside = assemble(config, engine.loaded, rates_for(spec, formats_text(groups_for(config, spec))))
     beside.runner.warm_up()
     return beside
 
