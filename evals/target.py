@@ -127,6 +127,7 @@ class LLMTarget:
             "options": self._options,
             "weights": engine.loaded.digest,
             "dtype": spec.dtype,
+            "weight_mode": spec.weights,
             "kv_format": [f"{group.key.k_format}/{group.key.v_format}" for group in engine.groups],
         }
 

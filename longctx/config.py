@@ -7,6 +7,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from longctx.errors import LongctxError
+from longctx.models.spec import check_weights
 from longctx.units import parse_bytes, parse_tokens
 
 
@@ -36,8 +37,7 @@ class LoadConfig:
     weights: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.weights not in ("auto", "int8"):
-            raise LongctxError(f"weights {self.weights!r} are not known; choose auto or int8")
+        check_weights(self.weights)
 
 
 @dataclass(frozen=True)

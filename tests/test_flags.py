@@ -9,7 +9,7 @@ import typer
 
 from longctx.cli.app import app
 
-MODEL_FLAGS = {"--dtype", "--max-model-len", "--rope-scaling"}
+MODEL_FLAGS = {"--dtype", "--weights", "--max-model-len", "--rope-scaling"}
 MEMORY_FLAGS = {"--kv-format", "--kv-memory", "--device-memory", "--memory-fraction", "--chunk-tokens"}
 SAMPLING_FLAGS = {
     *("--max-tokens", "--temperature", "--top-k", "--top-p", "--min-p", "--seed", "--stop"),
@@ -91,6 +91,7 @@ COMMANDS = {
         "--kv-format",
         "--kv-memory",
         "--dtype",
+        "--weights",
         "--load-format",
         "--out",
         "--json",
@@ -108,6 +109,7 @@ COMMANDS = {
         "--kv-format",
         "--kv-memory",
         "--dtype",
+        "--weights",
         "--load-format",
         "--out",
         "--json",

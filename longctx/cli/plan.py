@@ -61,6 +61,9 @@ def plan(
     max_model_len: Annotated[str | None, typer.Option(metavar="N", help="the longest request, such as 128K")] = None,
     rope_scaling: Annotated[str | None, typer.Option(metavar="yarn|linear", help="beyond a model's positions")] = None,
     dtype: Annotated[str, typer.Option(help="arithmetic and weights")] = "auto",
+    weights: Annotated[
+        str, typer.Option(metavar="auto|int8", help="int8: a quarter of the bytes, and faster, on a CPU")
+    ] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object on stdout")] = False,
 ) -> None:
     """Say whether a context fits, to the byte, how long its prefill takes, and the smallest change that makes it fit.
@@ -85,7 +88,7 @@ def plan(
         subject = _geometry_subject(parts, kv_format, parse_bytes(weight_bytes or 0, "--weight-bytes"))
     else:
         limit = None if max_model_len is None else parse_tokens(max_model_len, "--max-model-len")
-        subject = _model_subject(str(model), kv_format, dtype, limit, rope_scaling)
+        subject = _model_subject(str(model), kv_format, dtype, weights, limit, rope_scaling)
     plans = make_plans(subject, lengths, concurrency, words, chunk, tiers)
     if as_json:
         objects = [each.to_json() for each in plans]
@@ -137,17 +140,20 @@ def make_plans(
 
 
 def _model_subject(
-    name: str, kv_format: str, dtype: str, max_model_len: int | None, rope_scaling: str | None
+    name: str, kv_format: str, dtype: str, weights: str, max_model_len: int | None, rope_scaling: str | None
 ) -> Subject:
     from longctx.config import CacheConfig
     from longctx.kv.groups import formats_text, make_groups
     from longctx.kv.policy import FormatPolicy
     from longctx.models.load import load_config_only
 
-    _, spec = load_config_only(name, dtype=dtype, max_model_len=max_model_len, rope_scaling=rope_scaling)
+    _, spec = load_config_only(
+        name, dtype=dtype, max_model_len=max_model_len, rope_scaling=rope_scaling, weights=weights
+    )
+    held = "" if spec.weights == "plain" else f", weights in {spec.weights}"
     fmt = _format(kv_format) or format_of_dtype(spec.dtype)
     groups = make_groups(spec, CacheConfig.block_tokens, fmt, fmt)
-    return Subject(f"{name} in {spec.dtype}, KV in {fmt.name}", groups, spec.weight_bytes, spec)
+    return Subject(f"{name} in {spec.dtype}{held}, KV in {fmt.name}", groups, spec.weight_bytes, spec)
 
 
 def _geometry_subject(parts: dict[str, int], kv_format: str, weight_bytes: int) -> Subject:

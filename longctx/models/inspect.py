@@ -13,7 +13,7 @@ from longctx.errors import ModelError
 from longctx.models.empty import embedding_and_head, empty_model
 from longctx.models.int8_codes import int8_bytes
 from longctx.models.limits import apply_limits, rope_spec
-from longctx.models.spec import DTYPE_BYTES, INT8_WEIGHTS, PLAIN_WEIGHTS, LayerSpec, ModelSpec
+from longctx.models.spec import DTYPE_BYTES, INT8_WEIGHTS, PLAIN_WEIGHTS, LayerSpec, ModelSpec, check_weights
 
 _PROBE_NAME = "longctx_probe"
 _FAR = 1 << 40  # a position beyond any window
@@ -60,6 +60,7 @@ def spec_from_config(
     Every attention module says its head sizes, scale, soft-cap and sink; the windows are those of the masks that
     Hugging Face's own forward would give each layer, whatever the config's fields are called.
     """
+    check_weights(weights)
     config, max_positions = apply_limits(config, max_model_len, rope_scaling)
     model = empty_model(config)
     windows = _windows(model)

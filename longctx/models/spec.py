@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from longctx.attention.reach import Reach
+from longctx.errors import LongctxError
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,12 @@ class RopeSpec:
 
 PLAIN_WEIGHTS, INT8_WEIGHTS = "plain", "int8"
 """How linears' weights are held; the word for it in block keys."""
+
+
+def check_weights(weights: str) -> None:
+    """Raise `LongctxError` unless a user may ask for these weights: "auto", which are plain, or "int8"."""
+    if weights not in ("auto", INT8_WEIGHTS):
+        raise LongctxError(f"weights {weights!r} are not known; choose auto or {INT8_WEIGHTS}")
 
 
 @dataclass(frozen=True)

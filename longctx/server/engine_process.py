@@ -225,6 +225,7 @@ def model_info(engine: Engine) -> ModelInfo:
         block_tokens=partition.shape.block_tokens,
         eos_token_ids=tuple(sorted(loaded.eos_token_ids)),
         plan=engine.plan(longest).to_json(),
+        weights=loaded.spec.weights,
     )
 
 

@@ -71,6 +71,7 @@ class ModelInfo:
     block_tokens: int
     eos_token_ids: tuple[int, ...]
     plan: dict[str, Any]
+    weights: str = "plain"
 
 
 @dataclass(frozen=True)

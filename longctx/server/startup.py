@@ -88,6 +88,7 @@ def facts(
         "model": info.model,
         "served_name": settings.served_name or info.model,
         "dtype": info.dtype,
+        "weights": info.weights,
         "kv_format": info.kv_format,
         "block_tokens": info.block_tokens,
         "max_positions": info.max_positions,
@@ -123,6 +124,7 @@ def is_loopback(host: str) -> bool:
 
 def _model(info: ModelInfo, start_seconds: float | None) -> str:
     text = f"{info.model}, {format_tokens(info.max_positions)} positions, vocabulary {info.vocab_size:,}, {info.dtype}"
+    text += "" if info.weights == "plain" else f", weights in {info.weights}"
     return text if start_seconds is None else f"{text}, loaded in {format_seconds(start_seconds)}"
 
 
