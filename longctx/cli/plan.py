@@ -110,10 +110,10 @@ def make_plans(
     from longctx.config import SchedulerConfig
     from longctx.kv.budget import Demand, PoolShape
     from longctx.kv.budget import plan as plan_one
+    from longctx.kv.groups import formats_text
     from longctx.kv.memory import Fixed, fixed_for, kv_limit, kv_memory_for
     from longctx.rates import rates_for
 
-    from longctx.kv.groups import formats_text
     spec, max_chunk = subject.spec, chunk_tokens or SchedulerConfig.max_chunk_tokens
     fixed, rates = Fixed(subject.weight_bytes), None
     if spec is not None:
@@ -147,18 +147,22 @@ def _model_subject(
     from longctx.kv.policy import FormatPolicy
     from longctx.models.load import load_config_only
 
+    policy = FormatPolicy.parse(kv_format)
     _, spec = load_config_only(
         name, dtype=dtype, max_model_len=max_model_len, rope_scaling=rope_scaling, weights=weights
     )
     held = "" if spec.weights == "plain" else f", weights in {spec.weights}"
-    fmt = _format(kv_format) or format_of_dtype(spec.dtype)
-    groups = make_groups(spec, CacheConfig.block_tokens, fmt, fmt)
-    return Subject(f"{name} in {spec.dtype}{held}, KV in {fmt.name}", groups, spec.weight_bytes, spec)
+    groups = make_groups(spec, CacheConfig.block_tokens, policy)
+    for line in policy.idle(spec.layers):
+        log.warning("%s", line)
+    return Subject(f"{name} in {spec.dtype}{held}, KV in {formats_text(groups)}", groups, spec.weight_bytes, spec)
 
 
 def _geometry_subject(parts: dict[str, int], kv_format: str, weight_bytes: int) -> Subject:
     """A bare geometry; its format is 16 bits wide unless given."""
     from longctx.config import CacheConfig
+    from longctx.kv.groups import formats_text
+    from longctx.kv.policy import FormatPolicy
     from longctx.kv.sizes import geometry_groups
     from longctx.quant.formats import FORMATS
 
@@ -169,8 +173,6 @@ def _geometry_subject(parts: dict[str, int], kv_format: str, weight_bytes: int) 
         **parts,
     )
     shown = ", ".join(f"{key} {value}" for key, value in parts.items())
-    from longctx.kv.groups import formats_text
-    from longctx.kv.policy import FormatPolicy
     return Subject(f"{shown}, KV in {formats_text(groups)}", groups, weight_bytes, None)
 
 
