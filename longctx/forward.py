@@ -113,7 +113,7 @@ class ForwardPlan:
         out_THD = torch.empty(q_THD.shape[0], spec.num_heads, spec.v_dim, dtype=torch.float32, device=q_HTD.device)
         for i, offset in self._prefills:
             row = self._rows[i]
-            spans = prefill_spans(KVView(kv, plan.tables[i]), row.start, row.n, params)
+            spans = prefill_spans(KVView(kv, plan.tables[i]), row.start, row.n, params, self._backends.span_tokens)
             rows = slice(offset, offset + row.n)
             state = attend(q_THD[rows], row.start, spans, params, self._backends.prefill)
             out_THD[rows] = self._close(state, sink_H)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from longctx.attention.kernels.tiles_triton import INT4, capped, first_visible, fold, load_tile
+from longctx.attention.kernels.tiles_triton import INT4, capped, element_of, first_visible, fold, load_tile
 
 
 @triton.jit
@@ -68,11 +68,12 @@ def decode_kernel(
     table = tables + row * max_blocks
     g_M = tl.arange(0, GROUP_PAD)
     head_M = kv_head * GROUP + g_M
-    d_K, d_V = tl.arange(0, K_PAD), tl.arange(0, V_PAD)
+    d_K, is_K = element_of(K_KIND, K_DIM, K_PAD)
+    d_V, is_V = element_of(V_KIND, V_DIM, V_PAD)
     in_group_M = g_M < GROUP
     q_MD = tl.load(
         q + row * q_row_stride + head_M[:, None] * q_head_stride + d_K[None, :],
-        mask=in_group_M[:, None] & (d_K < K_DIM)[None, :],
+        mask=in_group_M[:, None] & is_K[None, :],
         other=0.0,
     ).to(COMPUTE)
     k += kv_head * k_head_stride
@@ -96,7 +97,7 @@ def decode_kernel(
             k, k_scale, table, n0, seen_N, k_slot_stride, k_scale_slot_stride,
             K_KIND, K_DIM, K_PAD, PAGE, BLOCK_N, COMPUTE, True,
         )  # fmt: skip
-        product_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee")
+        product_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="tf32x3")
         if k_scale is not None and K_KIND != INT4:
             product_MN *= k_scale_N[None, :]
         score_MN = tl.where(seen_N[None, :], capped(product_MN, score_scale, cap, SOFTCAP), float("-inf"))
@@ -107,7 +108,7 @@ def decode_kernel(
         top_M, total_M, out_MD = fold(score_MN, v_ND, v_scale_N, top_M, total_M, out_MD, V_KIND, COMPUTE)
 
     at_M = item.to(tl.int64) * tl.num_programs(1) * GROUP + head_M
-    tl.store(out + at_M[:, None] * V_DIM + d_V[None, :], out_MD, mask=in_group_M[:, None] & (d_V < V_DIM)[None, :])
+    tl.store(out + at_M[:, None] * V_DIM + d_V[None, :], out_MD, mask=in_group_M[:, None] & is_V[None, :])
     tl.store(tops + at_M, top_M, mask=in_group_M)
     tl.store(totals + at_M, total_M, mask=in_group_M)
 

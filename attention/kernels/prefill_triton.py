@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from longctx.attention.kernels.tiles_triton import INT4, capped, first_visible, fold, load_tile
+from longctx.attention.kernels.tiles_triton import INT4, capped, element_of, first_visible, fold, load_tile
 
 
 @triton.jit
@@ -30,7 +30,7 @@ def _attend_tile(
         k, k_scale, table, n0, live_N, k_slot_stride, k_scale_slot_stride,
         K_KIND, K_DIM, K_PAD, PAGE, BLOCK_N, COMPUTE, MASKED,
     )  # fmt: skip
-    product_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee")
+    product_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="tf32x3")
     if k_scale is not None and K_KIND != INT4:
         product_MN *= k_scale_N[None, :]
     score_MN = capped(product_MN, score_scale, cap, SOFTCAP)
@@ -98,10 +98,11 @@ def prefill_kernel(
     m_M = m0 + tl.arange(0, BLOCK_M)
     in_chunk_M = (m_M >= start) & (m_M < start + num_tokens)
     token_M = (m_M - start).to(tl.int64)
-    d_K, d_V = tl.arange(0, K_PAD), tl.arange(0, V_PAD)
+    d_K, is_K = element_of(K_KIND, K_DIM, K_PAD)
+    d_V, is_V = element_of(V_KIND, V_DIM, V_PAD)
     q_MD = tl.load(
         q + token_M[:, None] * q_token_stride + head * q_head_stride + d_K[None, :],
-        mask=in_chunk_M[:, None] & (d_K < K_DIM)[None, :],
+        mask=in_chunk_M[:, None] & is_K[None, :],
         other=0.0,
     ).to(COMPUTE)
     kv_head = head // GROUP
@@ -150,6 +151,6 @@ def prefill_kernel(
     empty_M = total_M == 0.0
     out_MD = out_MD / tl.where(empty_M, 1.0, total_M)[:, None]
     at_M = token_M * tl.num_programs(1) + head
-    tl.store(out + at_M[:, None] * V_DIM + d_V[None, :], out_MD, mask=in_chunk_M[:, None] & (d_V < V_DIM)[None, :])
+    tl.store(out + at_M[:, None] * V_DIM + d_V[None, :], out_MD, mask=in_chunk_M[:, None] & is_V[None, :])
     lse_M = tl.where(empty_M, float("-inf"), (top_M + tl.log2(tl.where(empty_M, 1.0, total_M))) * 0.6931471805599453)
     tl.store(lse + at_M, lse_M, mask=in_chunk_M)

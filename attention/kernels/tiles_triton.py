@@ -18,6 +18,19 @@ NO_WINDOW = 1 << 30
 
 
 @triton.jit
+def element_of(KIND: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr):
+    """(element of the vector [PAD], whether there is one [PAD]) that each column of a tile of this kind holds."""
+    d_D = tl.arange(0, PAD)
+    if KIND == INT4:
+        byte_D = d_D // 2
+        group_D = byte_D // 32
+        half_D = tl.minimum(DIM - group_D * 64, 64) // 2
+        return byte_D + group_D * 32 + d_D % 2 * half_D, byte_D < DIM // 2
+    else:
+        return d_D, d_D < DIM
+
+
+@triton.jit
 def page_offsets(table, n0, live_N, slot_stride, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
     """(start of each key's block [N] or scalar int64, its row in the block [N]) of keys n0 .. n0+N-1."""
     n_N = n0 + tl.arange(0, BLOCK_N)
@@ -49,34 +62,37 @@ def load_tile(
 ):
     """Keys or values n0 .. n0+N-1 as [N, PAD] in COMPUTE, and the scale [N] that they are still to be multiplied by.
 
+    Column d is element `element_of(d)`.
+
     `data` and `scales` point at the kv head's first row of slot 0. Codes of one scale per vector are handed out as they
     are: bf16 and fp16 hold every one exactly, and the product is scaled instead. Keys that are not live are not read.
     """
-    d_D = tl.arange(0, PAD)
-    mask_ND = live_N[:, None] & (d_D < DIM)[None, :]
     start, row_N = page_offsets(table, n0, live_N, slot_stride, PAGE, BLOCK_N)
     if KIND == INT4:
         # Byte i of a group of E elements: element i in its low half, element i + E/2 in its high half.
-        if DIM % 64 == 0:
-            byte_D = d_D // 64 * 32 + d_D % 32
-            shift_D = d_D % 64 // 32 * 4
-        else:
-            half_D = tl.minimum(DIM - d_D // 64 * 64, 64) // 2
-            high_D = d_D % 64 >= half_D
-            byte_D = d_D // 64 * 32 + d_D % 64 - tl.where(high_D, half_D, 0)
-            shift_D = tl.where(high_D, 4, 0)
-        packed_ND = tl.load(data + (start + row_N * (DIM // 2))[:, None] + byte_D[None, :], mask=mask_ND, other=0)
-        code_ND = ((packed_ND.to(tl.int32) >> shift_D[None, :]) & 15).to(tl.float32)
+        byte_C = tl.arange(0, PAD // 2)
+        at_NC = (start + row_N * (DIM // 2))[:, None] + byte_C[None, :]
+        packed_NC = tl.load(data + at_NC, mask=live_N[:, None] & (byte_C < DIM // 2)[None, :], other=0)
         scale_start, scale_row_N = page_offsets(table, n0, live_N, scale_slot_stride, PAGE, BLOCK_N)
-        num_scales: tl.constexpr = 2 * ((DIM + 63) // 64)
-        scale_ND = scales + (scale_start + scale_row_N * num_scales)[:, None] + (d_D // 64 * 2)[None, :]
-        step_ND = tl.load(scale_ND, mask=mask_ND, other=0.0).to(tl.float32)
-        low_ND = tl.load(scale_ND + 1, mask=mask_ND, other=0.0).to(tl.float32)
-        return (code_ND * step_ND + low_ND).to(COMPUTE), 1.0
+        num_groups: tl.constexpr = (DIM + 63) // 64
+        groups: tl.constexpr = (PAD + 63) // 64
+        group_G = tl.arange(0, groups)
+        scale_NG = scales + (scale_start + scale_row_N * (2 * num_groups))[:, None] + 2 * group_G[None, :]
+        mask_NG = live_N[:, None] & (group_G < num_groups)[None, :]
+        step_NC = tl.load(scale_NG, mask=mask_NG, other=0.0).to(tl.float32)
+        low_NC = tl.load(scale_NG + 1, mask=mask_NG, other=0.0).to(tl.float32)
+        if groups > 1:
+            step_NC = tl.reshape(tl.broadcast_to(step_NC[:, :, None], [BLOCK_N, groups, 32]), [BLOCK_N, PAD // 2])
+            low_NC = tl.reshape(tl.broadcast_to(low_NC[:, :, None], [BLOCK_N, groups, 32]), [BLOCK_N, PAD // 2])
+        first_NC = ((packed_NC & 15).to(tl.float32) * step_NC + low_NC).to(COMPUTE)
+        second_NC = ((packed_NC >> 4).to(tl.float32) * step_NC + low_NC).to(COMPUTE)
+        # The two halves of a byte side by side, as no thread needs another's: `element_of` says which is which.
+        return tl.reshape(tl.join(first_NC, second_NC), [BLOCK_N, PAD]), 1.0
     else:
+        d_D = tl.arange(0, PAD)
         at_ND = (start + row_N * DIM)[:, None] + d_D[None, :]
         if MASKED or PAD != DIM:
-            stored_ND = tl.load(data + at_ND, mask=mask_ND, other=0)
+            stored_ND = tl.load(data + at_ND, mask=live_N[:, None] & (d_D < DIM)[None, :], other=0)
         else:
             stored_ND = tl.load(data + at_ND)
         if KIND == EXACT:
@@ -125,7 +141,7 @@ def fold(score_MN, v_ND, v_scale_N, top_M, total_M, out_MD, KIND: tl.constexpr, 
             v_ND = (v_ND.to(tl.float32) * v_scale_N[:, None]).to(COMPUTE)
         else:
             weight_MN *= v_scale_N[None, :]
-    out_MD = tl.dot(weight_MN.to(COMPUTE), v_ND, out_MD, input_precision="ieee")
+    out_MD = tl.dot(weight_MN.to(COMPUTE), v_ND, out_MD, input_precision="tf32x3")
     return new_top_M, total_M, out_MD
 
 

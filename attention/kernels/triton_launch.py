@@ -42,7 +42,10 @@ def arch_of(device: torch.device) -> int:
 
 
 def compute_type(dtype: torch.dtype) -> tl.dtype:
-    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]
+    """What products of queries in `dtype` are computed in. The interpreter's know no bf16, whose values fp32 holds."""
+    if dtype == torch.bfloat16 and not interpreted():
+        return tl.bfloat16
+    return tl.float16 if dtype == torch.float16 else tl.float32
 
 
 def padded(size: int) -> int:
