@@ -53,14 +53,22 @@ def load_float(ptr, mask, KIND: tl.constexpr):
 
 
 @triton.jit
-def to_exact(x, KIND: tl.constexpr):
-    """fp32 to what an exact format stores: bf16 as int16 bits, fp16 ending at its largest value."""
+def cast_float(x, KIND: tl.constexpr):
+    """fp32 rounded to "fp32", "bf16" (as int16 bits) or "fp16"."""
     if KIND == "bf16":
         return bf16_bits(x)
     elif KIND == "fp16":
-        return tl.where(x > 65504.0, 65504.0, tl.where(x < -65504.0, -65504.0, x)).to(tl.float16)
+        return x.to(tl.float16)
     else:
         return x
+
+
+@triton.jit
+def encode_exact(x, KIND: tl.constexpr):
+    """fp32 to what an exact format stores: fp16 ends at its largest value, the others are casts."""
+    if KIND == "fp16":
+        x = tl.where(x > 65504.0, 65504.0, tl.where(x < -65504.0, -65504.0, x))
+    return cast_float(x, KIND)
 
 
 @triton.jit

@@ -11,11 +11,12 @@ import triton.language as tl
 from longctx.quant.bits_triton import (
     bf16_bits,
     bf16_from_bits,
+    cast_float,
+    encode_exact,
     encode_int4_group,
     encode_symmetric,
     fp8_from_bits,
     load_float,
-    to_exact,
 )
 from longctx.quant.formats import FORMATS, KVFormat
 from longctx.quant.int4 import GROUP
@@ -56,7 +57,7 @@ def _store_vectors(
         x = load_float(x_ptr + x_at[:, None] + i[None, :], mask, IN)
         target = data_ptr + at[:, None] + i[None, :]
         if KIND == "fp32" or KIND == "bf16" or KIND == "fp16":
-            tl.store(target, to_exact(x, KIND), mask)
+            tl.store(target, encode_exact(x, KIND), mask)
         else:
             codes, scale = encode_symmetric(x, KIND)
             tl.store(target, codes, mask)
@@ -88,9 +89,13 @@ def _decode_vectors(data_ptr, scale_ptr, at, scale_at, live, KIND: tl.constexpr,
 
 
 @triton.jit
-def _write_vectors(ptr, at, x, live, OUT: tl.constexpr, DIM: tl.constexpr):
+def _gather_vectors(
+    data_ptr, scale_ptr, at, scale_at, live, out_ptr, out_at, wanted, KIND: tl.constexpr, OUT: tl.constexpr,
+    DIM: tl.constexpr,
+):  # fmt: skip
+    x = _decode_vectors(data_ptr, scale_ptr, at, scale_at, live, KIND, DIM)
     i = tl.arange(0, triton.next_power_of_2(DIM))
-    tl.store(ptr + at[:, None] + i[None, :], to_exact(x, OUT), live[:, None] & (i < DIM)[None, :])
+    tl.store(out_ptr + out_at[:, None] + i[None, :], cast_float(x, OUT), wanted[:, None] & (i < DIM)[None, :])
 
 
 @triton.jit
@@ -183,17 +188,12 @@ def _gather_kernel(
     live = slot > 0
     if tl.program_id(2) == 0:
         at, scale_at = slot * k_slot_stride + row * K_WIDTH, slot * k_scale_slot_stride + row * K_SCALES
-        x = _decode_vectors(k_data, k_scale, at, scale_at, live, K_KIND, K_DIM)
-        _write_vectors(k_out, head * k_head_stride + token * k_token_stride, x, token < total, OUT, K_DIM)
+        out_at = head * k_head_stride + token * k_token_stride
+        _gather_vectors(k_data, k_scale, at, scale_at, live, k_out, out_at, token < total, K_KIND, OUT, K_DIM)
     else:
         at, scale_at = slot * v_slot_stride + row * V_WIDTH, slot * v_scale_slot_stride + row * V_SCALES
-        x = _decode_vectors(v_data, v_scale, at, scale_at, live, V_KIND, V_DIM)
-        _write_vectors(v_out, head * v_head_stride + token * v_token_stride, x, token < total, OUT, V_DIM)
-
-
-def install(device_type: str = "cuda") -> None:
-    """Let `quant.store` use these kernels; on "cpu" only Triton's interpreter can run them."""
-    use_kernels(device_type, StoreKernels(store_tokens, gather_tokens))
+        out_at = head * v_head_stride + token * v_token_stride
+        _gather_vectors(v_data, v_scale, at, scale_at, live, v_out, out_at, token < total, V_KIND, OUT, V_DIM)
 
 
 def store_tokens(
@@ -253,6 +253,14 @@ def gather_tokens(
         **_constants(layer),
         **OPTIONS,
     )
+
+
+KERNELS = StoreKernels(store_tokens, gather_tokens)
+
+
+def install(device_type: str = "cuda") -> None:
+    """Let `quant.store` use these kernels; on "cpu" only Triton's interpreter can run them."""
+    use_kernels(device_type, KERNELS)
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:

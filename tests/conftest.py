@@ -12,6 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    # Triton's kernels run in its interpreter then. It chooses when it is imported, and parts of torch import it.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 
