@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing
 from typing import Any
@@ -18,23 +19,27 @@ from longctx.server.errors import ApiError
 from longctx.server.guard import take_body
 from longctx.server.json_pieces import json_pieces
 from longctx.server.openapi import json_body
+from longctx.server.prepare_pool import SMALL_BODY_BYTES
 from longctx.server.reply import Reply, tokenizing
 from longctx.server.reply_responses import failed_early
 from longctx.server.running import Running
 from longctx.server.service import Service
 from longctx.server.sse import DONE, Departure, EventStream, end, frame
+from longctx.server.work import ReplyOptions
 
 log = logging.getLogger(__name__)
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions", "responses": "/v1/responses"}
 
 LARGE_BODY_BYTES = 2**20
+"""Up to here a stream's fields are checked, which takes milliseconds, before its head may leave."""
+
 HEAD_S, PATIENCE_S = 0.1, 5.0
-"""A stream's head leaves after this long at most, though its body is still being read: a large one's at once, another's
-when something holds its reading up, since a refusal is better told by a status than in the stream."""
+"""A stream's head leaves after `HEAD_S`, though its text is still being read. A small body's waits for the verdict of
+a ready engine, which comes at once: a refusal is told better by a status than in the stream."""
 
 EDGE_BYTES = 64 * 1024
-"""Where a body's short fields are, if it has more than this: its one long field is a prompt or messages."""
+"""Where a large body's short fields are: its one long field is a prompt or messages."""
 
 SLICE_BYTES = 256 * 1024
 
@@ -77,15 +82,23 @@ async def _answer(
     service: Service, endpoint: str, request: Request, body: bytes | bytearray, departure: Departure
 ) -> Response:
     """The response to one body. A stream closes the departure when it ends; a whole answer is made by then."""
-    state, ping_s = request.state, service.settings.ping_s
-    edges = bytes(body[:EDGE_BYTES]) + bytes(body[-EDGE_BYTES:]) if len(body) > EDGE_BYTES else b""
-    patience_s = HEAD_S if len(body) > LARGE_BODY_BYTES else PATIENCE_S
+    state, ping_s, arrival_s = request.state, service.settings.ping_s, time.monotonic()
+    edges = bytes(body) if len(body) <= LARGE_BODY_BYTES else bytes(body[:EDGE_BYTES]) + bytes(body[-EDGE_BYTES:])
+    is_stream, is_small = _STREAM.search(edges) is not None, len(body) <= SMALL_BODY_BYTES
+    wait_s = None if not is_stream else PATIENCE_S if is_small and service.ready else HEAD_S
+    headers: dict[str, str] = {}
+    checked: asyncio.Future[ReplyOptions] = asyncio.get_running_loop().create_future()
+    check_first = is_stream and not is_small and len(body) <= LARGE_BODY_BYTES
+    identity = {"tenant": state.tenant, "request_id": state.request_id, "alias": state.client_request_id}
     beginning = asyncio.ensure_future(
-        service.begin(endpoint, body, tenant=state.tenant, request_id=state.request_id, alias=state.client_request_id)
+        service.begin(endpoint, body, checked=checked if check_first else None, **identity)
     )
     del body  # megabytes, which whoever reads them may drop early
     try:
-        is_begun = await departure.wait_for(beginning, patience_s if _STREAM.search(edges) else None)
+        if check_first and await departure.wait_for(checked, beginning) and checked.done():
+            headers = _headers(checked.result())
+            wait_s = max(0.0, arrival_s + HEAD_S - time.monotonic()) if checked.result().stream else None
+        is_begun = await departure.wait_for(beginning, timeout_s=wait_s)
     except BaseException:
         await _abandon(beginning)
         raise
@@ -94,10 +107,11 @@ async def _answer(
         raise ClientDisconnect
     if not is_begun:
         first = _tokenizing(service, endpoint, state) if _PROGRESS.search(edges) else None
-        return EventStream(_late_frames(service, endpoint, beginning, first), departure, ping_s=ping_s)
+        frames = _late_frames(service, endpoint, beginning, first)
+        return EventStream(frames, departure, ping_s=ping_s, headers=headers)
     running = beginning.result()
     options, reply = running.prepared.options, Reply(running)
-    headers = {"x-longctx-warnings": warning_header(options.warnings)} if options.warnings else {}
+    headers = _headers(options)
     if options.stream:
         return EventStream(frames_of(service, reply, endpoint), departure, ping_s=ping_s, headers=headers)
     try:
@@ -214,6 +228,10 @@ def _slices(whole: dict[str, Any]) -> Iterator[bytes]:
             yield b"".join(gathered)
             gathered, size = [], 0
     yield b"".join(gathered)
+
+
+def _headers(options: ReplyOptions) -> dict[str, str]:
+    return {"x-longctx-warnings": warning_header(options.warnings)} if options.warnings else {}
 
 
 def warning_header(warnings: tuple[str, ...]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from longctx.server.body import SPARE_VALUES, Limits, bad, check, parse_object
 from longctx.server.json_pieces import dumps
 from longctx.server.messages import ModelInfo
-from longctx.server.prepare import prepare
+from longctx.server.prepare import check_lengths, prepare
 from longctx.server.schema import JobRequest
 from longctx.server.text_side import TextSide
 
@@ -59,22 +59,9 @@ def take_order(raw: bytes | bytearray, text: TextSide, limits: Limits, info: Mod
         fields["stream"] = True
     body = dumps(fields).encode()
     prepared = prepare(endpoint, body, text, limits, info)
-    for work in prepared.works:
-        _check_length(len(work.token_ids), work.params.max_tokens, info.longest_request)
+    check_lengths(prepared.works, info)  # the engine checks them only when the job begins, perhaps hours later
     digest = hashlib.sha256(asked.encode()).digest()
     return Order(endpoint, body, digest, request.ttl_s, key, prepared.options.warnings)
-
-
-def _check_length(num_prompt_tokens: int, max_tokens: int | None, longest: int) -> None:
-    """What the engine checks when a request is sent to it, which for a job may be hours later."""
-    total = num_prompt_tokens + (1 if max_tokens is None else max_tokens)
-    if total > longest:
-        raise bad(
-            f"prompt of {num_prompt_tokens:,} + max_tokens {max_tokens or 1:,} = {total:,} tokens, the longest request "
-            f"that this server takes has {longest:,}: set max_tokens to at most {longest - num_prompt_tokens:,}",
-            "max_tokens",
-            "context_length_exceeded",
-        )
 
 
 def check_key(key: str | None, name: str) -> str | None:

@@ -51,9 +51,12 @@ def _completions(body: Any, text: TextSide, limits: Limits, info: ModelInfo) -> 
     echo = None
     if request.echo:
         echo = tuple(p if isinstance(p, str) else text.decode(ids) for p, ids in zip(prompts, encoded, strict=True))
+    works = _works(encoded, params, request.n)
+    if len(prompts) > 1:
+        check_lengths(works, info)  # before the first of them is computed in vain
     return Prepared(
         "completions",
-        _works(encoded, params, request.n),
+        works,
         _reply(request, limits, info, warnings, n=request.n, echo=echo, params=params),
     )
 
@@ -115,6 +118,20 @@ _PREPARE: dict[str, Callable[[Any, TextSide, Limits, ModelInfo], Prepared]] = {
 
 
 # -- checks ----------------------------------------------------------------------------------------------------------
+
+
+def check_lengths(works: Sequence[Work], info: ModelInfo) -> None:
+    """Raise the `ApiError` of the first work that is too long: what the engine checks when it is sent one."""
+    longest = info.longest_request
+    for work in works:
+        num_prompt_tokens, max_tokens = len(work.token_ids), work.params.max_tokens or 1
+        if (total := num_prompt_tokens + max_tokens) > longest:
+            raise bad(
+                f"prompt of {num_prompt_tokens:,} + max_tokens {max_tokens:,} = {total:,} tokens, the longest request "
+                f"that this server takes has {longest:,}: set max_tokens to at most {longest - num_prompt_tokens:,}",
+                "max_tokens",
+                "context_length_exceeded",
+            )
 
 
 def _check_common(request: Generation, warnings: list[str]) -> None:

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,11 +19,12 @@ from longctx.server.child import describe_exit, spawn
 from longctx.server.errors import ApiError
 from longctx.server.job_body import Order
 from longctx.server.messages import ModelInfo
+from longctx.server.prepare import prepare
 from longctx.server.prepare_worker import Done, Setup, Task, internal_error
 from longctx.server.settings import ServerSettings
-from longctx.server.text_side import TextSide
+from longctx.server.text_side import TextSide, UnreadText
 from longctx.server.text_tasks import perform
-from longctx.server.work import Prepared
+from longctx.server.work import Prepared, ReplyOptions
 
 log = logging.getLogger(__name__)
 
@@ -187,13 +189,15 @@ class Preparer:
 
     A body of up to `SMALL_BODY_BYTES` is done in a thread of this process, in some tens of milliseconds at most and
     with the interpreter to itself only in parts of them. A larger one goes to a worker, which does not hold this
-    process up at all and gives way to the engine; workers start in the background, and a body waits for them.
+    process up at all and gives way to the engine; workers start in the background, and a body waits for them. What its
+    fields say can be checked before, in another thread of this process.
     """
 
     def __init__(self, settings: ServerSettings, workers: int | None = None):
         self._settings = settings
         self._num_workers = workers or (1 if (os.cpu_count() or 1) < 8 else 2)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="longctx-text")
+        self._checks = ThreadPoolExecutor(1, thread_name_prefix="longctx-check")
         self._text: TextSide | None = None
         self._info: ModelInfo | None = None
         self._workers: list[Worker] = []
@@ -225,13 +229,24 @@ class Preparer:
         """End the workers; what waits for one is refused."""
         self._text = None
         await asyncio.gather(*(worker.stop() for worker in self._workers))
-        await asyncio.to_thread(self._thread.shutdown, True, cancel_futures=True)
+        for thread in (self._thread, self._checks):
+            await asyncio.to_thread(thread.shutdown, True, cancel_futures=True)
 
     async def prepare(self, endpoint: str, body: bytes | bytearray) -> Prepared:
         """The work of a body for "completions", "chat" or "responses". Raises `ApiError`."""
         prepared = await self._do(endpoint, body)
         assert isinstance(prepared, Prepared)
         return prepared
+
+    async def check(self, endpoint: str, body: bytes | bytearray) -> ReplyOptions:
+        """How a body wants its answer, its fields checked as `prepare` does, in the time of reading it as JSON, here.
+
+        Its text is not read: what a template or the tokenizer would refuse comes with `prepare`. Raises `ApiError`.
+        """
+        text, info = self._need_text()
+        checked = await self._near(self._checks, prepare, endpoint, body, UnreadText(text), self._settings, info)
+        assert isinstance(checked, Prepared)
+        return checked.options
 
     async def tokenize(self, body: bytes | bytearray) -> bytes:
         """The answer of /tokenize as JSON text. Raises `ApiError`."""
@@ -254,13 +269,20 @@ class Preparer:
         return order
 
     async def _do(self, task: str, body: bytes | bytearray) -> Any:
-        if self._text is None or self._info is None:
-            raise ApiError.from_code("engine_restarting", "the tokenizer is not loaded", retry_after_s=1.0)
+        text, info = self._need_text()
         if len(body) > SMALL_BODY_BYTES:
             return await self._do_far(task, body)
-        loop = asyncio.get_running_loop()
+        return await self._near(self._thread, perform, task, body, text, self._settings, info)
+
+    def _need_text(self) -> tuple[TextSide, ModelInfo]:
+        if self._text is None or self._info is None:
+            raise ApiError.from_code("engine_restarting", "the tokenizer is not loaded", retry_after_s=1.0)
+        return self._text, self._info
+
+    async def _near(self, thread: ThreadPoolExecutor, function: Callable[..., Any], *args: Any) -> Any:
+        """A call in a thread of this process; an error that nobody foresaw is logged and told as the server's."""
         try:
-            return await loop.run_in_executor(self._thread, perform, task, body, self._text, self._settings, self._info)
+            return await asyncio.get_running_loop().run_in_executor(thread, function, *args)
         except (ApiError, asyncio.CancelledError):
             raise
         except Exception:

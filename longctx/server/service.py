@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from longctx.server.metrics import Metrics
     from longctx.server.prepare_pool import Preparer
     from longctx.server.ticket import Ticket
-    from longctx.server.work import Prepared, Work
+    from longctx.server.work import Prepared, ReplyOptions, Work
 
 log = logging.getLogger(__name__)
 
@@ -120,10 +120,12 @@ class Service:
         request_id: str,
         alias: str | None = None,
         is_job: bool = False,
+        checked: asyncio.Future[ReplyOptions] | None = None,
     ) -> Running:
         """Prepare a body ("completions", "chat", "responses"), submit its choices and register it; raises `ApiError`.
 
-        The server's own time limit does not hold for jobs; a limit inside the body always does.
+        The server's own time limit does not hold for jobs; a limit inside the body always does. `checked`, if given, is
+        told the options as soon as the fields are in order, before the text is read.
         """
         self.check_open()
         loop = asyncio.get_running_loop()
@@ -134,6 +136,8 @@ class Service:
         self._idle.clear()
         try:
             async with asyncio.timeout(limit_s):
+                if checked is not None:
+                    checked.set_result(await self.preparer.check(endpoint, body))
                 prepared = await self.preparer.prepare(endpoint, body)
                 own_s = prepared.options.timeout_s
                 limit_s = min((s for s in (limit_s, own_s) if s is not None), default=None)

@@ -46,10 +46,10 @@ class Departure:
     def happened(self) -> bool:
         return self._watch.done()
 
-    async def wait_for(self, task: asyncio.Future[Any], timeout_s: float | None = None) -> bool:
-        """Wait until `task` is done, the client has left, or time is up; whether the task is done."""
-        await asyncio.wait({task, self._watch}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        return task.done()
+    async def wait_for(self, *tasks: asyncio.Future[Any], timeout_s: float | None = None) -> bool:
+        """Wait until one of `tasks` is done, the client has left, or time is up; whether one is done."""
+        await asyncio.wait({*tasks, self._watch}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        return any(task.done() for task in tasks)
 
     async def race(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`, which is cancelled when the client leaves; `ClientDisconnect` then."""
@@ -121,7 +121,7 @@ class EventStream(Response):
         """The next frame, pinging while it is not there; None at the end, or when the client has left."""
         task = asyncio.ensure_future(anext(self._frames, None))
         try:
-            while not await self._departure.wait_for(task, self._ping_s):
+            while not await self._departure.wait_for(task, timeout_s=self._ping_s):
                 if self._departure.happened:
                     return None
                 await self._send(send, _body(PING))

@@ -85,15 +85,7 @@ class TextSide:
         **options: Any,
     ) -> np.ndarray:
         """A conversation's ids [n] int32 through the model's template; `options` are its variables."""
-        tokenizer = self._need_tokenizer()
-        if not self.has_template:
-            raise ApiError(
-                400,
-                "this model has no chat template (it is a base model): send a plain prompt to /v1/completions, start "
-                "the server with --chat-template FILE, or serve an instruction-tuned model",
-                code="no_chat_template",
-                param=param,
-            )
+        tokenizer = self._need_template(param)
         room = 2 * sum(_size(message) for message in messages) + _size(options) + TEMPLATE_ROOM_CHARS
         try:
             with time_limit(self.template_s):
@@ -125,6 +117,18 @@ class TextSide:
             raise ApiError(400, "this model has no tokenizer: send the prompt as token ids to /v1/completions")
         return self.tokenizer
 
+    def _need_template(self, param: str) -> Any:
+        tokenizer = self._need_tokenizer()
+        if not self.has_template:
+            raise ApiError(
+                400,
+                "this model has no chat template (it is a base model): send a plain prompt to /v1/completions, start "
+                "the server with --chat-template FILE, or serve an instruction-tuned model",
+                code="no_chat_template",
+                param=param,
+            )
+        return tokenizer
+
     def _check_length(self, text: str, param: str) -> None:
         if len(text) <= USUAL_CHARS_PER_TOKEN * self.longest:
             return
@@ -136,6 +140,28 @@ class TextSide:
                 end = start + len(piece)
                 where = "" if end == len(text) else f" in its first {end:,} of {len(text):,} characters"
                 raise too_long(counted, self.longest, param, "at least ", where)
+
+
+class UnreadText(TextSide):
+    """The same text side where only a body's fields matter: no text is read, each counts as one token.
+
+    Unlike the whole one it may be used beside it, in another thread.
+    """
+
+    def __init__(self, whole: TextSide):
+        self.tokenizer, self.traits = whole.tokenizer, whole.traits
+
+    def encode(self, text: str, param: str = "prompt", add_special_tokens: bool = True) -> np.ndarray:
+        self._need_tokenizer()
+        return np.zeros(1, dtype=np.int32)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], *, param: str = "messages", **_: Any) -> np.ndarray:
+        self._need_template(param)
+        return np.zeros(1, dtype=np.int32)
+
+    def decode(self, ids: np.ndarray) -> str:
+        self._need_tokenizer()
+        return ""
 
 
 def too_long(num_tokens: int, longest: int, param: str, at_least: str = "", where: str = "") -> ApiError:

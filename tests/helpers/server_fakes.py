@@ -96,12 +96,17 @@ class FakePreparer:
     per_prompt: int = 1
     options: dict[str, Any] = field(default_factory=dict)
     gate: asyncio.Event | None = None
+    check_s: float = 0.0
     max_tokens: int | None = 2
     tokenizer: Any = None
 
     async def start(self, info: ModelInfo) -> None: ...
 
     async def stop(self) -> None: ...
+
+    async def check(self, endpoint: str, body: bytes | bytearray) -> ReplyOptions:
+        await asyncio.sleep(self.check_s)
+        return ReplyOptions("tiny", **self.options)
 
     async def prepare(self, endpoint: str, body: bytes | bytearray) -> Prepared:
         if self.gate is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.server import LiveServer, save_tiny
+from tests.helpers.server import LiveServer, idle, save_tiny, until
 
 POSITIONS = 65536
 """Long enough that reading a prompt takes seconds, which a test needs to do something meanwhile."""
@@ -28,6 +28,16 @@ def live(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Liv
         yield server
         assert server.stop() == 0
         assert "Traceback" not in server.stderr and "never retrieved" not in server.stderr
+
+
+@pytest.fixture
+def nothing_is_left(live: LiveServer) -> Iterator[None]:
+    """After the test the shared server must fall idle, hold nothing and never have lost its engine."""
+    yield
+    with live.client() as client:
+        until(lambda: idle(client))
+        health = client.get("/health").json()
+        assert health["engine"] == "ready" and health["restarts"] == 0
 
 
 @pytest.fixture

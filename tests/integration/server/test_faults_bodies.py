@@ -6,7 +6,6 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,26 +13,13 @@ import pytest
 from tests.helpers.server import (
     LiveServer,
     all_rss_bytes,
-    idle,
-    until,
 )
 
-pytestmark = pytest.mark.slow  # a server takes its seconds to start
+# A server takes its seconds to start.
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("nothing_is_left")]
 
 CAP = 64 * 2**20
 """The default limit of a body."""
-
-LONG = 40_000
-"""Tokens of a prompt that takes seconds to read."""
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left(live: LiveServer) -> Iterator[None]:
-    yield
-    with live.client() as client:
-        until(lambda: idle(client))
-        health = client.get("/health").json()
-        assert health["engine"] == "ready" and health["restarts"] == 0
 
 
 # -- B119, B120: hostile bodies --------------------------------------------------------------------------------------

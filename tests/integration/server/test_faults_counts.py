@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,29 +21,14 @@ from longctx.server.settings import ServerSettings
 from tests.helpers.server import (
     LiveServer,
     children_of,
-    idle,
     metrics,
     rss_bytes,
     until,
 )
 from tests.helpers.tiny import random_ids
 
-pytestmark = pytest.mark.slow  # a server takes its seconds to start
-
-CAP = 64 * 2**20
-"""The default limit of a body."""
-
-LONG = 40_000
-"""Tokens of a prompt that takes seconds to read."""
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left(live: LiveServer) -> Iterator[None]:
-    yield
-    with live.client() as client:
-        until(lambda: idle(client))
-        health = client.get("/health").json()
-        assert health["engine"] == "ready" and health["restarts"] == 0
+# A server takes its seconds to start.
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("nothing_is_left")]
 
 
 # -- B122: what was cached -------------------------------------------------------------------------------------------

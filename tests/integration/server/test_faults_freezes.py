@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import signal
 import statistics
 import threading
 import time
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,28 +17,16 @@ import pytest
 
 from tests.helpers.server import (
     LiveServer,
-    idle,
-    until,
+    children_of,
     words,
 )
 from tests.helpers.tiny import random_ids
 
-pytestmark = pytest.mark.slow  # a server takes its seconds to start
-
-CAP = 64 * 2**20
-"""The default limit of a body."""
+# A server takes its seconds to start.
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("nothing_is_left")]
 
 LONG = 40_000
 """Tokens of a prompt that takes seconds to read."""
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left(live: LiveServer) -> Iterator[None]:
-    yield
-    with live.client() as client:
-        until(lambda: idle(client))
-        health = client.get("/health").json()
-        assert health["engine"] == "ready" and health["restarts"] == 0
 
 
 # -- B113: freezes ---------------------------------------------------------------------------------------------------
@@ -126,7 +116,8 @@ def test_b117_a_long_prefill_is_never_silent(live: LiveServer, path: str) -> Non
 
     The head leaves at once, pings are comments of their own and never inside an event.
     """
-    text = words(LONG // 3, seed=len(path))
+    # The first is the long one, with pings; the others differ in their events alone.
+    text = words(LONG // 3 if path == "/v1/completions" else LONG // 9, seed=len(path))
     body: dict[str, Any] = {"max_tokens": 2, "stream": True, "ignore_eos": True}
     if path == "/v1/completions":
         body["prompt"] = text
@@ -155,3 +146,25 @@ def test_b117_a_long_prefill_is_never_silent(live: LiveServer, path: str) -> Non
             assert data == b"[DONE]" or json.loads(data)
     times = [0.0, *(at for at, _ in chunks)]
     assert max(b - a for a, b in itertools.pairwise(times)) < 10
+
+
+def test_b117_a_head_waits_neither_for_its_text_nor_for_others(live: LiveServer) -> None:
+    """The process that reads large texts stands still: a stream of 70 KB begins, a bad field of it is a 400."""
+    (worker,) = (pid for pid in children_of(live.pid) if b"prepare_worker" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    fields = {"max_tokens": 2, "stream": True, "ignore_eos": True, "return_progress": True}
+    body = {"prompt": random_ids(19_000, seed=117), **fields}
+    with live.client() as client:
+        client.post("/tokenize", json={"prompt": words(20_000)})  # from here on the worker is ready
+        os.kill(worker, signal.SIGSTOP)
+        try:
+            with client.stream("POST", "/v1/completions", json=body) as answer:
+                assert answer.status_code == 200
+                events = (line[6:] for line in answer.iter_lines() if line.startswith("data: "))
+                assert json.loads(next(events))["prompt_progress"]["stage"] == "tokenizing"
+                refused = client.post("/v1/completions", json={**body, "temperature": -1})
+                assert refused.status_code == 400 and refused.json()["error"]["param"] == "temperature"
+                os.kill(worker, signal.SIGCONT)
+                *_, last, done = events
+                assert done == "[DONE]" and json.loads(last)["choices"][0]["finish_reason"] == "length"
+        finally:
+            os.kill(worker, signal.SIGCONT)

@@ -7,35 +7,22 @@ import json
 import socket
 import struct
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.helpers.server import (
     LiveServer,
-    idle,
     raw_request,
     until,
 )
 from tests.helpers.tiny import random_ids
 
-pytestmark = pytest.mark.slow  # a server takes its seconds to start
-
-CAP = 64 * 2**20
-"""The default limit of a body."""
+# A server takes its seconds to start.
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("nothing_is_left")]
 
 LONG = 40_000
 """Tokens of a prompt that takes seconds to read."""
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left(live: LiveServer) -> Iterator[None]:
-    yield
-    with live.client() as client:
-        until(lambda: idle(client))
-        health = client.get("/health").json()
-        assert health["engine"] == "ready" and health["restarts"] == 0
 
 
 # -- B116: clients that leave ----------------------------------------------------------------------------------------

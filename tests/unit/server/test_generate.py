@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -179,18 +180,61 @@ def test_a_large_refusal_that_comes_soon_has_its_status() -> None:
     run(test)
 
 
-def test_a_middling_streams_head_waits_for_the_verdict_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generate, "PATIENCE_S", 0.4)
-    body = b'{"stream": true, "prompt": "' + b"x" * 100_000 + b'"}'
+MIDDLING = b'{"stream": true, "prompt": "' + b"x" * 100_000 + b'"}'
 
+
+def test_a_middling_streams_head_waits_for_its_fields_and_not_for_its_text() -> None:
     async def test(service: Service, client: FakeClient, preparer: FakePreparer) -> None:
-        preparer.gate = asyncio.Event()
-        call = Call(service, "/v1/completions", body)
-        await asyncio.sleep(0.2)
+        preparer.gate, preparer.check_s = asyncio.Event(), 0.4
+        began_s = time.perf_counter()
+        call = Call(service, "/v1/completions", MIDDLING)
+        await asyncio.sleep(0.3)
         assert call.status is None
         await until(lambda: call.status == 200)
+        assert time.perf_counter() - began_s < 2.0
+        assert call.headers["x-longctx-warnings"] == "beware"
         call.gone.set()
         await call.task
+
+    run(test, options={"stream": True, "warnings": ("beware",)})
+
+
+@pytest.mark.parametrize("endpoint", PATHS)
+def test_what_is_wrong_with_middling_streams(endpoint: str) -> None:
+    """A field: a status, however long the check takes. The text: a status if it is found soon, else an event."""
+
+    def refusal(delay_s: float, status: int, message: str) -> Any:
+        async def refuse(endpoint: str, body: Any) -> Any:
+            await asyncio.sleep(delay_s)
+            raise ApiError(status, message)
+
+        return refuse
+
+    async def test(service: Service, client: FakeClient, preparer: FakePreparer) -> None:
+        for delay_s, status in ((0.0, 400), (0.3, 200)):
+            preparer.prepare = refusal(delay_s, 400, "the text")  # type: ignore[method-assign]
+            call = Call(service, PATHS[endpoint], MIDDLING, id=f"r{status}")
+            await call.task
+            assert call.status == status and b"the text" in call.body
+        preparer.check = refusal(0.3, 422, "a field")  # type: ignore[method-assign]
+        call = Call(service, PATHS[endpoint], MIDDLING)
+        await call.task
+        assert call.status == 422 and not service.registry.num_live
+
+    run(test, options={"stream": True})
+
+
+def test_a_small_streams_head_waits_for_the_engines_verdict_unless_there_is_no_engine() -> None:
+    async def test(service: Service, client: FakeClient, preparer: FakePreparer) -> None:
+        client.delay_s, client.refuse = 0.3, {0: ApiError(429, "full"), 1: ApiError(429, "full")}
+        body = b'{"stream": true}'
+        call = Call(service, "/v1/completions", body)
+        await call.task
+        assert call.status == 429
+        client.state = "restarting"
+        call = Call(service, "/v1/completions", body, id="r2")
+        await call.task
+        assert call.status == 200 and call.events[0]["error"]["message"] == "full"
 
     run(test, options={"stream": True})
 

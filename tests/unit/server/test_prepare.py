@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import pickle
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 
 from longctx.models.tokenizer import encode_chat, encode_prompt
 from longctx.server.errors import ApiError
+from longctx.server.text_side import UnreadText
 from longctx.server.work import Prepared
 from tests.helpers.text_side import CHAT, TOOLS, make_text, prepare_body
 
@@ -284,6 +287,39 @@ def test_responses_logprobs_and_idle_fields() -> None:
     prepared = prepare_body("responses", {"input": "a", "truncation": "auto", "reasoning": {"effort": "low"}})
     assert len(prepared.options.warnings) == 2
     assert prepare_body("responses", {"input": "a", "truncation": "disabled", "store": False}).options.warnings == ()
+
+
+def test_several_prompts_are_refused_together_when_one_is_too_long() -> None:
+    """Else the first is computed in vain before the engine refuses the second."""
+    with pytest.raises(ApiError, match=r"4,096.*at most 4,090") as caught:
+        completion(prompt=[[5], [5] * 6], max_tokens=4091)
+    assert (caught.value.status, caught.value.code) == (400, "context_length_exceeded")
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "fields"),
+    [
+        ("completions", {"prompt": ["hello"] * 2, "n": 2, "stream": True, "return_progress": True, "logprobs": 2}),
+        ("completions", {"prompt": [5, 6], "echo": True, "timeout_s": 7}),
+        ("chat", {"messages": HELLO, "stream": True, "tools": [SEARCH], "user": "me", "store": True}),
+        ("responses", {"input": "hello", "metadata": {"a": "b"}, "instructions": "be brief"}),
+    ],
+)
+def test_fields_are_checked_without_their_text(endpoint: str, fields: dict[str, Any]) -> None:
+    """The options are those of the whole preparation; neither tokenizer nor template is called."""
+    whole, unread = make_text(TOOLS), UnreadText(make_text(TOOLS))
+    unread.tokenizer = SimpleNamespace(chat_template="a template")
+    options = prepare_body(endpoint, fields, whole).options
+    assert replace(prepare_body(endpoint, fields, unread).options, echo=options.echo) == options
+    for bad in ({"temperature": -1}, {"tools": 3}, {"n": -1}, {"no_such": 1}):
+        with pytest.raises(ApiError):
+            prepare_body(endpoint, {**fields, **bad}, unread)
+
+
+def test_a_base_model_is_told_before_a_conversation_is_read() -> None:
+    with pytest.raises(ApiError) as caught:
+        prepare_body("chat", {"messages": HELLO}, UnreadText(make_text(None)))
+    assert caught.value.code == "no_chat_template"
 
 
 def test_prepared_work_and_refusals_cross_processes() -> None:
