@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from longctx.kv.groups import LayerGroup, formats_text, make_groups
 from longctx.kv.memory import Fixed, MemoryWords, check_machine, fixed_for, kv_memory_for
 from longctx.kv.partition import Partition, PoolShape, ceil_div, partition
 from longctx.kv.policy import FormatPolicy
-from longctx.models.allow import ALLOWED, verify_against_eager
+from longctx.models.allow import ALLOWED, PROBE_TOKENS, verify_against_eager
 from longctx.models.fused import fuse
 from longctx.models.int8_linears import quantize_linears
 from longctx.models.linears import pack_linears
@@ -29,6 +29,7 @@ from longctx.models.spec import INT8_WEIGHTS, ModelSpec
 from longctx.params import SamplingParams
 from longctx.rates import Rates, rates_for
 from longctx.request import ScoreSheet
+from longctx.variant import VariantConfig
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +51,9 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         weights=load.weights,
         progress=progress,
     )
+    loaded = _with_variant(loaded, config.variant)
+    if loaded.spec.model_type not in ALLOWED:
+        _check_comparable(config.variant)
     engine = assemble(config, loaded, rates_for(loaded.spec, formats_text(groups_for(config, loaded.spec))))
     if loaded.spec.model_type not in ALLOWED:
         verify_against_eager(loaded.model, lambda ids: torch.as_tensor(score_alone(engine, ids)))
@@ -68,10 +72,26 @@ def build_beside(engine: Engine, options: Mapping[str, Any]) -> Engine:
     if config.load != engine.config.load:
         names = [f.name for f in fields(LoadConfig) if f.name in options]
         raise LongctxError(f"{', '.join(names)} decides what is loaded: make a new LLM instead of one beside another")
-    spec = engine.loaded.spec
-    beside = assemble(config, engine.loaded, rates_for(spec, formats_text(groups_for(config, spec))))
+    loaded = _with_variant(engine.loaded, config.variant)
+    spec = loaded.spec
+    beside = assemble(config, loaded, rates_for(spec, formats_text(groups_for(config, spec))))
     beside.runner.warm_up()
     return beside
+
+
+def _with_variant(loaded: LoadedModel, variant: VariantConfig) -> LoadedModel:
+    """The model whose spec says what its layers see when they are served so."""
+    return replace(loaded, spec=variant.applied_to(loaded.spec))
+
+
+def _check_comparable(variant: VariantConfig) -> None:
+    """Refuse a variant under which an unverified model's comparison with Hugging Face would have to fail."""
+    most = None if variant.reach is None else variant.reach.most
+    if most is not None and most < PROBE_TOKENS:
+        raise LongctxError(
+            f"an unverified model is compared with Hugging Face on {PROBE_TOKENS} tokens, and {variant.key} sees "
+            f"{most}: make it larger"
+        )
 
 
 def score_alone(engine: Engine, token_ids: Sequence[int]) -> np.ndarray:
@@ -113,7 +133,7 @@ def assemble(config: EngineConfig, loaded: LoadedModel, rates: Rates, *, kv_toke
 def size_pool(cache: CacheConfig, shape: PoolShape, fixed: Fixed) -> Partition:
     """The static partition of G1 under the config's memory words; refuses a pool that the machine cannot hold."""
     words = MemoryWords(cache.kv_memory, cache.device_memory, cache.memory_fraction)
-    most = shape.bytes_for(shape.max_model_len, shape.max_running)
+    most = shape.roomy_bytes(shape.max_model_len, shape.max_running)
     kv_memory = kv_memory_for(words, fixed, machine.available_bytes(), most)
     check_machine(words, fixed, kv_memory, machine.physical_bytes())
     return partition(

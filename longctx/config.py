@@ -9,6 +9,7 @@ from typing import Any
 from longctx.errors import LongctxError
 from longctx.models.spec import check_weights
 from longctx.units import parse_bytes, parse_tokens
+from longctx.variant import VariantConfig
 
 
 def _check_whole(config: Any, *names: str) -> None:
@@ -108,6 +109,7 @@ class EngineConfig:
     load: LoadConfig
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    variant: VariantConfig = field(default_factory=VariantConfig)
     compute: ComputeConfig = field(default_factory=ComputeConfig)
 
     @classmethod
@@ -128,16 +130,20 @@ class EngineConfig:
             ("max_model_len", parse_tokens),
             ("chunk_tokens", parse_tokens),
             ("max_chunk_tokens", parse_tokens),
+            ("window", parse_tokens),
+            ("local_chunk", parse_tokens),
         ):
             if isinstance(options.get(name), str):
                 options[name] = parse(options[name], name)
         parts: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        changes: dict[str, dict[str, Any]] = {part_name: {} for part_name in parts}
         for name, value in options.items():
             for part_name, part in parts.items():
                 if name != "model" and name in {f.name for f in fields(part)}:
-                    parts[part_name] = replace(part, **{name: value})
+                    changes[part_name][name] = value
                     break
             else:
                 known = sorted(f.name for part in parts.values() for f in fields(part) if f.name != "model")
                 raise LongctxError(f"unknown option {name!r}; known options: {', '.join(known)}")
-        return EngineConfig(**parts)
+        # Each part at once: its settings are checked together.
+        return EngineConfig(**{name: replace(part, **changes[name]) for name, part in parts.items()})

@@ -93,7 +93,7 @@ class Engine:
             weight_mode=spec.weights,
             formats=(formats_text(groups),),
             block_tokens=block_tokens,
-            attention_variant="exact",
+            attention_variant=config.variant.key,
         )
 
     # -- requests ------------------------------------------------------------------------------------------------
@@ -180,6 +180,7 @@ class Engine:
             max_positions=self.loaded.spec.max_positions,
             engine_pool=self.partition,
             rates=self.rates,
+            attention_variant=self.config.variant.key,
         )
 
     @property

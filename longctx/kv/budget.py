@@ -29,7 +29,8 @@ class Plan:
     `kv_limit_bytes` the most a pool may take. `tokens_that_fit` is the longest request at this concurrency by bytes
     alone (null: no limit); `pool_tokens` the same after scales, whole blocks, null block and windows.
     `requests_that_fit` are requests of this length that run at the same time. `seconds` is the range of one request's
-    cold prefill. `fits_with` has each change that alone would make it fit.
+    cold prefill. `attention_variant` is "exact", or what is lost. `fits_with` has each change that alone would make it
+    fit.
     """
 
     verdict: str
@@ -37,6 +38,7 @@ class Plan:
     tokens: int
     concurrency: int
     max_positions: int | None
+    attention_variant: str
     kv_format: str
     bytes_per_token: int
     scale_bytes_per_token: int
@@ -86,12 +88,14 @@ def plan(
     tiers: Sequence[TierSpec] = (),
     engine_pool: Partition | None = None,
     rates: Rates | None = None,
+    attention_variant: str = "exact",
 ) -> Plan:
     """Plan `demand` where a pool may take up to `kv_limit` bytes and takes `kv_memory` of them (all, if None).
 
     `engine_pool` is the pool of a running engine; without it one is cut for this demand: its concurrency running, at
     its length. `chunk_tokens` fixes the steps; None cuts them by `rates` (2 s at most) and at `max_chunk_tokens`.
-    `max_positions` is the model's limit, None for a bare geometry. Without `rates` there are no seconds.
+    `max_positions` is the model's limit, None for a bare geometry. Without `rates` there are no seconds. `groups` are
+    those of a model under `attention_variant`.
     """
     fixed = fixed or Fixed()
     max_chunk = chunk_tokens or (engine_pool.shape.max_chunk_tokens if engine_pool else max_chunk_tokens)
@@ -112,6 +116,7 @@ def plan(
         tokens=demand.tokens,
         concurrency=demand.concurrency,
         max_positions=max_positions,
+        attention_variant=attention_variant,
         kv_format=groups[0].key.k_format,
         bytes_per_token=sum(data_bytes for data_bytes, _ in marginal),
         scale_bytes_per_token=sum(scale_bytes for _, scale_bytes in marginal),

@@ -92,7 +92,14 @@ class PoolShape:
         return ceil_div(max(1, positions - 1), self.block_tokens)
 
     def bytes_for(self, positions: int, requests: int) -> int:
-        """Bytes of the smallest pool that holds `requests` requests of `positions` positions each at the same time."""
+        """Bytes of the smallest pool that holds `requests` requests of `positions` positions each at the same time.
+
+        Without full layers their length asks for nothing: what grows with it are tails, which only later hits read.
+        """
+        return self.roomy_bytes(positions, requests) if self.has_full else self.min_kv_bytes
+
+    def roomy_bytes(self, positions: int, requests: int) -> int:
+        """Bytes of the smallest such pool that also keeps all their permanent window tails."""
         return self.pool_bytes(max(requests * self.blocks_of(positions), self.min_history_blocks))
 
 

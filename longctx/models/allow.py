@@ -33,7 +33,8 @@ ALLOWED = frozenset(
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _STATE_FIELDS = ("mamba_d_state", "mamba_d_conv", "conv_L_cache", "state_size", "linear_conv_kernel_dim", "lru_width")
-_PROBE_TOKENS = 48
+PROBE_TOKENS = 48
+"""The length at which an unverified model is compared."""
 _TOLERANCE = 1e-3
 
 
@@ -82,7 +83,7 @@ def verify_against_eager(model: PreTrainedModel, run_logits: Callable[[list[int]
     request of those ids. The model's attention is put back to the hook before returning.
     """
     limit = min(getattr(model.config, "vocab_size", 1 << 15), 1 << 15)
-    ids = torch.randint(3, limit, (_PROBE_TOKENS,), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(3, limit, (PROBE_TOKENS,), generator=torch.Generator().manual_seed(0))
     ours_TV = run_logits(ids.tolist()).float().cpu()
     before = model.config._attn_implementation
     model.config._attn_implementation = "eager"

@@ -202,7 +202,7 @@ def hf_logits(
     as Hugging Face would in a forward of that many tokens, by showing its rotary module the last position as one more
     row that is dropped from the answer. Needs a model whose modules nobody has swapped; it is copied, not changed.
     """
-    return _forward(_pristine_copy(model).float(), ids, total_tokens)
+    return _forward(pristine_copy(model).float(), ids, total_tokens)
 
 
 def hf_logits64(
@@ -212,7 +212,7 @@ def hf_logits64(
 
     `(hf_logits - hf_logits64).abs().max()` is Hugging Face's own rounding error.
     """
-    wide = _pristine_copy(model).float()
+    wide = pristine_copy(model).float()
     with float64(wide):
         return _forward(wide, ids, total_tokens)
 
@@ -242,7 +242,7 @@ class _Float64(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _pristine_copy(model: PreTrainedModel) -> PreTrainedModel:
+def pristine_copy(model: PreTrainedModel) -> PreTrainedModel:
     swapped = sorted({type(m).__name__ for m in model.modules() if type(m).__module__.startswith("longctx")})
     assert not swapped, f"the reference needs an unchanged model; make a second one (found {', '.join(swapped)})"
     pristine = copy.deepcopy(model)

@@ -108,6 +108,13 @@ def test_the_bytes_for_a_demand_are_exactly_enough(kind: tuple[LayerGroup, ...])
     assert not Partition.within(shape, needed - 1).holds(1000, 3)
 
 
+def test_windows_alone_need_the_same_bytes_at_any_length() -> None:
+    shape = PoolShape(WINDOW, 3, 32, 10**6)
+    assert shape.bytes_for(1000, 3) == shape.bytes_for(10**6, 3) == shape.min_kv_bytes
+    assert Partition.within(shape, shape.min_kv_bytes).holds(10**6, 3)
+    assert shape.roomy_bytes(10**6, 3) > 2 * shape.roomy_bytes(10**5, 3)
+
+
 def test_too_little_memory_names_both_numbers_and_both_remedies() -> None:
     shape = PoolShape(MIXED, 8, 32, 4096)
     one = replace(shape, max_running=1)
