@@ -40,6 +40,11 @@ def html_page(report: Mapping[str, Any]) -> str:
         _controls(report),
         f"<h2>Configuration</h2><pre>{escape(json.dumps(config, indent=1))}</pre>",
     ]
+    return make_page(title, parts)
+
+
+def make_page(title: str, parts: Sequence[str]) -> str:
+    """A page of ready-made parts, in the style of every report."""
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
     return (
         f'<!doctype html><html lang="en"><head>{head}<title>{escape(title)}</title><style>{_STYLE}</style></head>'

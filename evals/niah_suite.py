@@ -15,21 +15,24 @@ from longctx.evals.run import check_job, finish, open_store, run_config
 from longctx.evals.suite import EvalJob, Suite, lengths_of
 from longctx.evals.target import Target
 
+DEPTHS, HAYSTACK = (0.0, 0.25, 0.5, 0.75, 1.0), "filler"
+
 
 def run(job: EvalJob, target: Target) -> dict[str, Any]:
     """The report of one grid. Raises `LongctxError` for what cannot be asked, before the model is."""
     check_job(job, target, SUITE)
     lengths, names = lengths_of(job, target), job.names or SUITE.default
-    haystack = open_haystack(job.haystack)
-    hunts = _Hunts(job, target, haystack)
+    haystack = open_haystack(job.haystack or HAYSTACK)
+    depths = DEPTHS if job.depths is None else job.depths
+    hunts = Hunts(job, target, haystack)
     keys = [
         Key(length, depth, name, sample)
-        for name, length, depth, sample in itertools.product(names, lengths, job.depths, range(job.samples))
+        for name, length, depth, sample in itertools.product(names, lengths, depths, range(job.samples))
     ]
     for name in names:
         hunts.problem(next(key for key in keys if key.task == name))  # the shortest: too short is said at once
     config = run_config(job, target, SUITE, lengths, names) | {
-        "depths": list(job.depths),
+        "depths": list(depths),
         "haystack": {"name": haystack.name, "digest": haystack.digest, "sentences": len(haystack.sentences)},
     }
     with open_store(job, config) as store:
@@ -39,7 +42,7 @@ def run(job: EvalJob, target: Target) -> dict[str, Any]:
     return finish(job, report)
 
 
-class _Hunts:
+class Hunts:
     """Makes each key's prompt, with its needles and without."""
 
     def __init__(self, job: EvalJob, target: Target, haystack: Haystack):

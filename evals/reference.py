@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -98,6 +99,26 @@ class Reference:
             logits = self._in_chunks(torch.tensor(ids), num)
         # Rows of the head that stand for no token take no part in the engine's logprobs either.
         return torch.log_softmax(logits[:, : self._vocab_limit].float(), dim=-1)
+
+    @torch.inference_mode()
+    def rows(self, ids: Sequence[int], positions: np.ndarray) -> Iterator[np.ndarray]:
+        """Logits [V] fp32 at ascending `positions` of a text, one after the other."""
+        if self._at_once:
+            keep = torch.as_tensor(positions)
+            yield from self._numbers(self._model(input_ids=torch.tensor([ids]), use_cache=False, logits_to_keep=keep))
+            return
+        cache, start = DynamicCache(config=self._model.config), 0
+        for chunk_T in torch.tensor(ids).split(CHUNK_TOKENS):
+            mine = positions[(positions >= start) & (positions < start + len(chunk_T))] - start
+            known = {self._cache_name: cache}
+            # An empty index keeps no row.
+            output = self._model(input_ids=chunk_T[None], use_cache=True, logits_to_keep=torch.as_tensor(mine), **known)
+            start += len(chunk_T)
+            yield from self._numbers(output)
+
+    def _numbers(self, output: Any) -> np.ndarray:
+        rows: np.ndarray = output.logits[0, :, : self._vocab_limit].float().numpy()
+        return rows
 
     def _in_chunks(self, ids: torch.Tensor, num: int) -> torch.Tensor:
         cache = DynamicCache(config=self._model.config)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from longctx.errors import LongctxError
-from longctx.evals import niah_suite
+from longctx.evals import drift_suite, niah_suite
 from longctx.evals.suite import Suite
 from longctx.evals.tasks import suite as tasks_suite
 
-SUITES: dict[str, Suite] = {module.SUITE.name: module.SUITE for module in (niah_suite, tasks_suite)}
+SUITES: dict[str, Suite] = {module.SUITE.name: module.SUITE for module in (niah_suite, tasks_suite, drift_suite)}
 
 
 def find_suite(name: str) -> Suite:

@@ -25,7 +25,7 @@ def check_job(job: EvalJob, target: Target, suite: Suite) -> None:
                 f"--lengths {length} is beyond the {target.longest} tokens that {target.name} has room for: "
                 "shorten it, or raise --max-model-len or --kv-memory"
             )
-    for depth in job.depths:
+    for depth in job.depths or ():
         if not 0.0 <= depth <= 1.0:
             raise LongctxError(f"--depths {depth} must lie between 0, the front, and 1, the end")
     for name in job.names or ():
@@ -61,13 +61,15 @@ def open_store(job: EvalJob, config: Mapping[str, Any]) -> AbstractContextManage
     return nullcontext(Memory()) if job.out is None else Store(job.out, config)
 
 
-def finish(job: EvalJob, report: dict[str, Any]) -> dict[str, Any]:
-    """Write JSON, page and picture into the job's folder, each only if it is not there yet."""
+def finish(
+    job: EvalJob, report: dict[str, Any], page: Callable[[Mapping[str, Any]], str] = html_page
+) -> dict[str, Any]:
+    """Write JSON and page into the job's folder, each only if it is not there yet."""
     report["date"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
     if job.out is None:
         return report
     _write_new(job.out / "report.json", lambda path: path.write_text(json.dumps(report) + "\n"))
-    _write_new(job.out / "report.html", lambda path: path.write_text(html_page(report)))
+    _write_new(job.out / "report.html", lambda path: path.write_text(page(report)))
     return report
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,16 +20,17 @@ UNKNOWN_LONGEST = 8192
 
 @dataclass(frozen=True)
 class EvalJob:
-    """One invocation. A length is prompt + answer in tokens; `lengths` and `names` None are the suite's own.
+    """One invocation. A length is prompt + answer in tokens; what is None is the suite's own.
 
     `names` are the variants or tasks. Each cell is asked `samples` times. `warm` lets cells share cached blocks; else
     every one must be read cold. `control` says how many cells Hugging Face answers too: one of each length, all, none.
+    `kv_formats` and `weights` are those that `drift` compares with the exact ones.
     """
 
     lengths: tuple[int, ...] | None = None
-    depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
+    depths: tuple[float, ...] | None = None
     names: tuple[str, ...] | None = None
-    haystack: str = "filler"
+    haystack: str | None = None
     samples: int = 1
     seed: int = 0
     max_tokens: int | None = None
@@ -37,13 +38,16 @@ class EvalJob:
     control: str = "one"
     out: Path | None = None
     say: Say = lambda line: None
+    kv_formats: tuple[str, ...] = ()
+    weights: str | None = None
 
 
 @dataclass(frozen=True)
 class Suite:
     """One suite, as the registry lists it. `run` answers the report: `score`, `cells`, `config` and more.
 
-    `names` are what `--tasks` may choose from, the first ones in `default` if nothing is chosen.
+    `names` are what `--tasks` may choose from, the first ones in `default` if nothing is chosen. `table` is the report
+    for people where it is not the grid's; `compares_formats` is for one that takes several.
     """
 
     name: str
@@ -52,6 +56,8 @@ class Suite:
     default: Sequence[str]
     has_depths: bool
     run: Callable[[EvalJob, Target], dict[str, Any]]
+    table: Callable[[Mapping[str, Any]], str] | None = None
+    compares_formats: bool = False
 
 
 def lengths_of(job: EvalJob, target: Target) -> list[int]:

@@ -79,7 +79,7 @@ class LLMTarget:
         self.chat = bool(llm.tokenizer and llm.tokenizer.chat_template) if chat is None else chat
         engine: Any = llm.engine
         self.longest: int | None = engine.partition.longest_request
-        self._options = dict(options or {})
+        self.options = dict(options or {})
         self._on_progress = on_progress
 
     def count(self, prompt: str) -> int:
@@ -124,10 +124,11 @@ class LLMTarget:
             "model": self.name,
             "url": None,
             "chat": self.chat,
-            "options": self._options,
+            "options": self.options,
             "weights": engine.loaded.digest,
             "dtype": spec.dtype,
             "weight_mode": spec.weights,
+            "attention_variant": engine.config.variant.key,
             "kv_format": [f"{group.key.k_format}/{group.key.v_format}" for group in engine.groups],
         }
 

@@ -39,6 +39,7 @@ ALLOWED_INSIDE = {("longctx.kv", "longctx.models.spec")}
 PUBLIC_API = {
     "longctx",
     "longctx.config",
+    "longctx.drift_note",
     "longctx.errors",
     "longctx.events",
     "longctx.llm",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from longctx.cli.progress import JobProgress, LoadProgress, Meter, say, stderr_console
+from longctx.cli.variant import LocalChunk, Sinks, Variant, Window, variant_options
 from longctx.errors import EngineError, LongctxError
 from longctx.units import parse_bytes, parse_tokens
 
@@ -20,9 +21,12 @@ if TYPE_CHECKING:
     from longctx.evals.target import Target
     from longctx.events import ProgressEvent
 
+EXACT_FORMAT = "fp32"
+"""What drift compares other formats with."""
+
 
 def evaluate(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="the suite: niah or tasks")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="the suite: niah, tasks or drift")],
     model: Annotated[
         str | None, typer.Argument(metavar="[MODEL]", help="as for run; with --url the served model's name")
     ] = None,
@@ -35,12 +39,12 @@ def evaluate(
         str | None, typer.Option(metavar="N,...", help="prompt + answer tokens of each cell, such as 4K,32K")
     ] = None,
     depths: Annotated[
-        str, typer.Option(metavar="X,...", help="where needles go, from 0, the front, to 1, the end")
-    ] = "0,0.25,0.5,0.75,1",
+        str | None, typer.Option(metavar="X,...", help="where needles go, from 0, the front, to 1, the end")
+    ] = None,
     tasks: Annotated[str | None, typer.Option(metavar="NAME,...", help="kinds of question, or all")] = None,
     haystack: Annotated[
-        str, typer.Option(metavar="SOURCE", help="filler, code, docs, essays, package:NAME, or a file or folder")
-    ] = "filler",
+        str | None, typer.Option(metavar="SOURCE", help="filler, code, docs, essays, package:NAME, a file or folder")
+    ] = None,
     samples: Annotated[int, typer.Option(help="tries of each cell")] = 1,
     seed: Annotated[int, typer.Option(help="same seed, same questions")] = 0,
     max_tokens: Annotated[
@@ -56,7 +60,16 @@ def evaluate(
     max_model_len: Annotated[str | None, typer.Option(metavar="N", help="the longest request, such as 128K")] = None,
     rope_scaling: Annotated[str | None, typer.Option(metavar="yarn|linear", help="beyond a model's positions")] = None,
     chunk_tokens: Annotated[str | None, typer.Option(metavar="N", help="prompt tokens per step; fixes it")] = None,
-    kv_format: Annotated[str, typer.Option(help="how the cache is stored")] = "auto",
+    kv_format: Annotated[
+        list[str] | None, typer.Option(help="how the cache is stored; drift compares several: a,b or again")
+    ] = None,
+    weights: Annotated[
+        str | None, typer.Option(metavar="auto|int8", help="how weights are kept; drift compares it with exact ones")
+    ] = None,
+    variant: Variant = "exact",
+    window: Window = None,
+    sinks: Sinks = None,
+    local_chunk: LocalChunk = None,
     kv_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="the cache's pool, such as 2GiB")] = None,
     dtype: Annotated[str, typer.Option(help="arithmetic and weights")] = "auto",
     load_format: Annotated[str, typer.Option(help="auto, or dummy for random weights")] = "auto",
@@ -75,13 +88,16 @@ def evaluate(
         "rope_scaling": rope_scaling,
         "chunk_tokens": None if chunk_tokens is None else parse_tokens(chunk_tokens, "--chunk-tokens"),
         "kv_memory": None if kv_memory is None else parse_bytes(kv_memory, "--kv-memory"),
-        "kv_format": kv_format,
         "dtype": dtype,
         "load_format": load_format,
+        **variant_options(variant, window, sinks, local_chunk),
     }
     cells = None if lengths is None else tuple(parse_tokens(part, "--lengths") for part in lengths.split(","))
-    places = tuple(_depth(part) for part in depths.split(","))
+    places = None if depths is None else tuple(_depth(part) for part in depths.split(","))
+    formats, narrow = _formats(kv_format or ()), None if weights in (None, "auto") else weights
     room = None if max_tokens is None else parse_tokens(max_tokens, "--max-tokens")
+    if variant != "exact" and control != "none":
+        raise LongctxError(f"--variant {variant} changes the logits, so that Hugging Face is no control: --control none")
     if url is None and model is None:
         raise LongctxError(f"eval {name} needs a MODEL, such as gemma3-270m, or the --url of a server")
 
@@ -90,6 +106,12 @@ def evaluate(
     from longctx.evals.suite import EvalJob
 
     suite = find_suite(name)
+    if suite.compares_formats:
+        options["kv_format"] = EXACT_FORMAT
+    elif len(formats) > 1:
+        raise LongctxError(f"--kv-format {', '.join(formats)}: eval {name} takes one; eval drift compares several")
+    else:
+        options |= {"kv_format": formats[0] if formats else None, "weights": narrow}
     console = stderr_console()
     job = EvalJob(
         lengths=cells,
@@ -102,6 +124,8 @@ def evaluate(
         warm=warm,
         control=control,
         out=None if out is None else Path(out).expanduser(),
+        kv_formats=tuple(formats),
+        weights=narrow,
         say=lambda line: say(console, line),
     )
     with Meter(console) as meter:
@@ -110,8 +134,8 @@ def evaluate(
         with opened as target:
             report = suite.run(job, target)
     if job.out is not None:
-        _picture(report, job.out / "heatmap.png", console)
-    print(json.dumps(report) if as_json else table_text(report))
+        _picture(report, job.out, console)
+    print(json.dumps(report) if as_json else (suite.table or table_text)(report))
     if report["failure"]:
         raise EngineError(report["failure"])
 
@@ -121,6 +145,11 @@ def _depth(text: str) -> float:
         return float(text)
     except ValueError as error:
         raise LongctxError(f"--depths {text!r} is no number: give some from 0 to 1, such as 0,0.5,1") from error
+
+
+def _formats(texts: Sequence[str]) -> list[str]:
+    """Every format named; plain names may share one option, a policy such as k:int8,v:int4 has one for itself."""
+    return [part.strip() for text in texts for part in ([text] if ":" in text else text.split(","))]
 
 
 def _names(text: str | None, known: Any) -> tuple[str, ...] | None:
@@ -165,12 +194,14 @@ def _server(
         target.close()
 
 
-def _picture(report: dict[str, Any], path: Path, console: Console) -> None:
+def _picture(report: dict[str, Any], folder: Path, console: Console) -> None:
+    path = folder / ("drift.png" if report["eval"] == "drift" else "heatmap.png")
     if path.exists():
         return
     try:
+        from longctx.evals.drift_plot import write_drift
         from longctx.evals.heatmap import write_heatmap
     except ModuleNotFoundError as error:
         say(console, f"no {path.name}: it needs the package {error.name}, pip install 'longctx-engine[evals]'")
         return
-    write_heatmap(report, path)
+    (write_drift if report["eval"] == "drift" else write_heatmap)(report, path)

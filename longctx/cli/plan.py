@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from longctx.cli.variant import LocalChunk, Sinks, Variant, Window, variant_options
 from longctx.errors import LongctxError
 from longctx.units import format_bytes, format_seconds, format_tokens, parse_bytes, parse_rate, parse_tokens
+from longctx.variant import VariantConfig
 
 if TYPE_CHECKING:
     from longctx.kv.budget import Plan, TierSpec
@@ -29,12 +31,14 @@ _TIER_NAME = re.compile("g[1-4]")
 
 @dataclass(frozen=True)
 class Subject:
-    """What is planned for: the groups and, if it is a model, its spec."""
+    """What is planned for: the groups and, if it is a model, its spec and what is known of its formats' damage."""
 
     title: str
     groups: tuple[LayerGroup, ...]
     weight_bytes: int
     spec: ModelSpec | None
+    variant: VariantConfig = VariantConfig()
+    drift: str | None = None
 
 
 def plan(
@@ -50,6 +54,10 @@ def plan(
         str | None, typer.Option(metavar="SIZE", help="with --geometry: weights and buffers, such as 140GB")
     ] = None,
     kv_format: Annotated[str, typer.Option(help="how the cache is stored; auto is the model's dtype")] = "auto",
+    variant: Variant = "exact",
+    window: Window = None,
+    sinks: Sinks = None,
+    local_chunk: LocalChunk = None,
     kv_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="the cache's pool, such as 2GiB")] = None,
     device_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="weights, workspace and pool")] = None,
     memory_fraction: Annotated[float | None, typer.Option(help="the pool's share of what the rest leaves")] = None,
@@ -78,6 +86,8 @@ def plan(
     parts = parse_geometry(geometry) if geometry is not None else None
     if (model is None) == (parts is None):
         raise LongctxError(f"give either a MODEL or --geometry {_GEOMETRY_EXAMPLE}")
+    if variant != "exact" and parts is not None:
+        raise LongctxError(f"--variant {variant} goes with a MODEL; a geometry's layers have window=N")
     if weight_bytes is not None and parts is None:
         raise LongctxError(f"--weight-bytes {weight_bytes} goes with --geometry; a model has its own")
 
@@ -88,13 +98,14 @@ def plan(
         subject = _geometry_subject(parts, kv_format, parse_bytes(weight_bytes or 0, "--weight-bytes"))
     else:
         limit = None if max_model_len is None else parse_tokens(max_model_len, "--max-model-len")
-        subject = _model_subject(str(model), kv_format, dtype, weights, limit, rope_scaling)
+        choice = VariantConfig(**variant_options(variant, window, sinks, local_chunk))
+        subject = _model_subject(str(model), kv_format, dtype, weights, limit, rope_scaling, choice)
     plans = make_plans(subject, lengths, concurrency, words, chunk, tiers)
     if as_json:
         objects = [each.to_json() for each in plans]
         print(json.dumps(objects[0] if len(objects) == 1 else {"plans": objects}))
     else:
-        _print_table(subject.title, plans)
+        _print_table(subject, plans)
 
 
 def make_plans(
@@ -134,28 +145,39 @@ def make_plans(
                 max_positions=None if spec is None else spec.max_positions,
                 tiers=tiers,
                 rates=rates,
+                attention_variant=subject.variant.key,
             )
         )
     return plans
 
 
 def _model_subject(
-    name: str, kv_format: str, dtype: str, weights: str, max_model_len: int | None, rope_scaling: str | None
+    name: str,
+    kv_format: str,
+    dtype: str,
+    weights: str,
+    max_model_len: int | None,
+    rope_scaling: str | None,
+    variant: VariantConfig,
 ) -> Subject:
     from longctx.config import CacheConfig
+    from longctx.drift_note import NoteKey, drift_line
     from longctx.kv.groups import formats_text, make_groups
     from longctx.kv.policy import FormatPolicy
-    from longctx.models.load import load_config_only
+    from longctx.models.load import known_digest, load_config_only
 
     policy = FormatPolicy.parse(kv_format)
-    _, spec = load_config_only(
+    config, spec = load_config_only(
         name, dtype=dtype, max_model_len=max_model_len, rope_scaling=rope_scaling, weights=weights
     )
+    spec = variant.applied_to(spec)
     held = "" if spec.weights == "plain" else f", weights in {spec.weights}"
     groups = make_groups(spec, CacheConfig.block_tokens, policy)
     for line in policy.idle(spec.layers):
         log.warning("%s", line)
-    return Subject(f"{name} in {spec.dtype}{held}, KV in {formats_text(groups)}", groups, spec.weight_bytes, spec)
+    stored = formats_text(groups)
+    drift = drift_line(NoteKey(known_digest(name, config), name, stored, spec.weights))
+    return Subject(f"{name} in {spec.dtype}{held}, KV in {stored}", groups, spec.weight_bytes, spec, variant, drift)
 
 
 def _geometry_subject(parts: dict[str, int], kv_format: str, weight_bytes: int) -> Subject:
@@ -212,12 +234,12 @@ def parse_tiers(texts: Sequence[str]) -> list[TierSpec]:
     return [tiers[name] for name in sorted(tiers)]
 
 
-def _print_table(title: str, plans: Sequence[Plan]) -> None:
+def _print_table(subject: Subject, plans: Sequence[Plan]) -> None:
     from rich.console import Console
     from rich.table import Table
 
     console = Console(highlight=False, soft_wrap=True)
-    table = Table(title=title, title_justify="left")
+    table = Table(title=subject.title, title_justify="left")
     table.add_column("")
     for each in plans:
         times = f" x {each.concurrency}" if each.concurrency > 1 else ""
@@ -225,6 +247,10 @@ def _print_table(title: str, plans: Sequence[Plan]) -> None:
     for label, cells in zip(_rows(plans[0]), zip(*(_rows(each).values() for each in plans), strict=True), strict=True):
         table.add_row(label, *cells)
     console.print(table)
+    if subject.variant.reach is not None:
+        console.print(f"attention {subject.variant}", markup=False)
+    if subject.drift is not None:
+        console.print(subject.drift, markup=False)
     for each in plans:
         if each.remedy is not None:
             console.print(f"{format_tokens(each.tokens)} tokens: {each.remedy}", markup=False)

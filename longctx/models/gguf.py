@@ -43,7 +43,7 @@ def convert(gguf_path: Path | str, progress: Progress | None = None) -> Path:
     Raises ModelError: unreadable or unsupported file, tensors missing or unknown (names listed), disk full.
     """
     path = Path(gguf_path).expanduser().resolve()
-    target = cache_root() / "converted" / f"{path.stem}-{_identity(path)}"
+    target = converted_folder(path)
     if target.exists():
         return target
     with locked(target):
@@ -57,6 +57,12 @@ def convert(gguf_path: Path | str, progress: Progress | None = None) -> Path:
                 _write_config(file, config, folder)
                 _write_tokenizer(file, folder, progress or no_progress)
     return target
+
+
+def converted_folder(gguf_path: Path) -> Path:
+    """Where `convert` puts a file; the folder exists once it has."""
+    path = gguf_path.expanduser().resolve()
+    return cache_root() / "converted" / f"{path.stem}-{_identity(path)}"
 
 
 def _identity(path: Path) -> str:

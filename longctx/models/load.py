@@ -20,7 +20,7 @@ from transformers import (
 from longctx.errors import ModelError
 from longctx.models.allow import check, text_config
 from longctx.models.cache import Progress
-from longctx.models.gguf import convert
+from longctx.models.gguf import convert, converted_folder
 from longctx.models.gguf_config import config_from_gguf
 from longctx.models.gguf_reader import read_gguf
 from longctx.models.inspect import spec_from_config
@@ -28,7 +28,7 @@ from longctx.models.limits import apply_limits
 from longctx.models.sources import fetch, resolve
 from longctx.models.spec import ModelSpec
 from longctx.models.tokenizer import load_tokenizer
-from longctx.models.weights import dummy_weights, load_weights, weight_files, weights_digest
+from longctx.models.weights import dummy_weights, kept_digest, load_weights, weight_files, weights_digest
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,19 @@ def load_config_only(
     check(config, unverified)
     spec = spec_from_config(config, name, dtype, max_model_len, rope_scaling, device, weights)
     return apply_limits(config, max_model_len, rope_scaling)[0], spec
+
+
+def known_digest(name: str, config: PreTrainedConfig) -> str | None:
+    """The digest that `load_model` gives a model of `load_config_only`'s config, if its weights were read before.
+
+    None rather than reading them, or converting or fetching anything.
+    """
+    path = resolve(name).path or Path(str(config.name_or_path))
+    folder = converted_folder(path) if path.is_file() else path
+    try:
+        return kept_digest(weight_files(folder), config)
+    except (ModelError, OSError):
+        return None
 
 
 def load_model(

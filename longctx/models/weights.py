@@ -172,6 +172,13 @@ def weights_digest(files: list[Path] | None, config: PreTrainedConfig) -> str:
     return digest.hexdigest()
 
 
+def kept_digest(files: list[Path], config: PreTrainedConfig) -> str | None:
+    """The digest of files that were read before; None where one was not, rather than reading it."""
+    if all(_kept_path(file).exists() for file in files):
+        return weights_digest(files, config)
+    return None
+
+
 def _config_bytes(config: PreTrainedConfig) -> bytes:
     values: dict[str, Any] = config.to_dict()
     for name in ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures"):
@@ -180,14 +187,12 @@ def _config_bytes(config: PreTrainedConfig) -> bytes:
 
 
 def _file_digest(file: Path) -> str:
-    path, stat = file.resolve(), file.stat()
-    identity = f"{path}|{stat.st_size}|{stat.st_mtime_ns}"
-    kept = cache_root() / "digests" / hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
+    kept = _kept_path(file)
     with suppress(OSError):
         known = kept.read_text()
         if len(known) == 64:
             return known
-    with path.open("rb") as content:
+    with file.open("rb") as content:
         digest = hashlib.file_digest(content, lambda: hashlib.blake2b(digest_size=32)).hexdigest()
     with suppress(OSError):  # without the note the next start reads the file again
         kept.parent.mkdir(parents=True, exist_ok=True)
@@ -195,3 +200,10 @@ def _file_digest(file: Path) -> str:
         temporary.write_text(digest)
         temporary.replace(kept)
     return digest
+
+
+def _kept_path(file: Path) -> Path:
+    """Where a file's digest is kept: it is another one for another path, size or time."""
+    path, stat = file.resolve(), file.stat()
+    identity = f"{path}|{stat.st_size}|{stat.st_mtime_ns}"
+    return cache_root() / "digests" / hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()

@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 
 from longctx.build import build_engine
 from longctx.config import EngineConfig
+from longctx.drift_note import NoteKey, drift_line
 from longctx.engine import Engine
 from longctx.errors import EngineError, LongctxError, RequestError
 from longctx.events import Event
@@ -226,6 +227,8 @@ def model_info(engine: Engine) -> ModelInfo:
         eos_token_ids=tuple(sorted(loaded.eos_token_ids)),
         plan=engine.plan(longest).to_json(),
         weights=loaded.spec.weights,
+        attention=str(engine.config.variant),
+        drift=drift_line(NoteKey.of(engine)),
     )
 
 

@@ -72,6 +72,8 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
     plan: dict[str, Any]
     weights: str = "plain"
+    attention: str = "exact"
+    drift: str | None = None
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,9 @@ def table_rows(
 ) -> list[Row]:
     """(label, text) of every line; a label may come with several lines."""
     rows = [("model", _model(info, start_seconds)), ("formats", _formats(info))]
+    rows += [("formats", info.drift)] if info.drift is not None else []
+    if info.attention != "exact":
+        rows.append(("attention", info.attention))
     rows += [("memory", text) for text in _memory(info.plan)]
     rows += [("tiers", text) for text in _tiers(info)]
     rows += [("limits", _limits(settings, scheduler)), ("access", _access(settings))]
@@ -90,6 +93,8 @@ def facts(
         "dtype": info.dtype,
         "weights": info.weights,
         "kv_format": info.kv_format,
+        "drift": info.drift,
+        "attention": info.attention,
         "block_tokens": info.block_tokens,
         "max_positions": info.max_positions,
         "longest_request": info.longest_request,
