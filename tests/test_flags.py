@@ -11,6 +11,7 @@ from longctx.cli.app import app
 
 MODEL_FLAGS = {"--dtype", "--weights", "--max-model-len", "--rope-scaling"}
 MEMORY_FLAGS = {"--kv-format", "--kv-memory", "--device-memory", "--memory-fraction", "--chunk-tokens"}
+VARIANT_FLAGS = {"--variant", "--window", "--sinks", "--local-chunk"}
 SAMPLING_FLAGS = {
     *("--max-tokens", "--temperature", "--top-k", "--top-p", "--min-p", "--seed", "--stop"),
     *("--repetition-penalty", "--presence-penalty", "--frequency-penalty", "--logprobs"),
@@ -18,6 +19,7 @@ SAMPLING_FLAGS = {
 
 COMMANDS = {
     "run": {
+        *VARIANT_FLAGS,
         *MODEL_FLAGS,
         *MEMORY_FLAGS,
         *SAMPLING_FLAGS,
@@ -34,6 +36,7 @@ COMMANDS = {
         "--json",
     },
     "serve": {
+        *VARIANT_FLAGS,
         *MODEL_FLAGS,
         *MEMORY_FLAGS,
         "--load-format",
@@ -60,6 +63,7 @@ COMMANDS = {
         "--log-prompts",
     },
     "plan": {
+        *VARIANT_FLAGS,
         *MODEL_FLAGS,
         *MEMORY_FLAGS,
         "--tokens",
@@ -71,6 +75,7 @@ COMMANDS = {
     },
     "pull": {"--list", "--json"},
     "eval": {
+        *VARIANT_FLAGS,
         "--url",
         "--api-key",
         "--tokenizer",
@@ -97,6 +102,7 @@ COMMANDS = {
         "--json",
     },
     "bench": {
+        *VARIANT_FLAGS,
         "--lengths",
         "--tokens",
         "--repeats",

@@ -10,6 +10,7 @@ import typer
 
 from longctx.cli.out import new_file
 from longctx.cli.progress import say, stderr_console
+from longctx.cli.variant import LocalChunk, Sinks, Variant, Window, variant_options
 from longctx.errors import EngineError, LongctxError
 from longctx.units import parse_bytes, parse_tokens
 
@@ -47,6 +48,10 @@ def bench(
     attention: Annotated[
         str, typer.Option(metavar="auto|torch|numba|triton", help="what computes attention; auto is the fastest there")
     ] = "auto",
+    variant: Variant = "exact",
+    window: Window = None,
+    sinks: Sinks = None,
+    local_chunk: LocalChunk = None,
     kv_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="the cache's pool, such as 2GiB")] = None,
     dtype: Annotated[str, typer.Option(help="arithmetic and weights")] = "auto",
     weights: Annotated[
@@ -70,6 +75,7 @@ def bench(
         "dtype": dtype,
         "weights": weights,
         "load_format": load_format,
+        **variant_options(variant, window, sinks, local_chunk),
     }
     console = stderr_console()
 

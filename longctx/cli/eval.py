@@ -97,7 +97,7 @@ def evaluate(
     formats, narrow = _formats(kv_format or ()), None if weights in (None, "auto") else weights
     room = None if max_tokens is None else parse_tokens(max_tokens, "--max-tokens")
     if variant != "exact" and control != "none":
-        raise LongctxError(f"--variant {variant} changes the logits, so that Hugging Face is no control: --control none")
+        raise LongctxError(f"--variant {variant} changes the logits, so Hugging Face is no control: use --control none")
     if url is None and model is None:
         raise LongctxError(f"eval {name} needs a MODEL, such as gemma3-270m, or the --url of a server")
 

@@ -6,7 +6,7 @@ import json
 import logging
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -37,7 +37,7 @@ class Subject:
     groups: tuple[LayerGroup, ...]
     weight_bytes: int
     spec: ModelSpec | None
-    variant: VariantConfig = VariantConfig()
+    variant: VariantConfig = field(default_factory=VariantConfig)
     drift: str | None = None
 
 

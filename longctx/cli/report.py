@@ -37,6 +37,9 @@ def plan_line(llm: LLM, num_prompt_tokens: int, max_tokens: int) -> str:
     if plan.seconds is not None:
         low, high = format_seconds(plan.seconds["low"]), format_seconds(plan.seconds["high"])
         parts.append(f"reading takes {low} to {high}")
+    variant = llm.engine.config.variant
+    if variant.reach is not None:
+        parts.append(f"attention {variant}")
     return ", ".join(parts)
 
 

@@ -16,6 +16,7 @@ from longctx.cli.interrupt import cancelling_on_interrupt
 from longctx.cli.progress import JobProgress, LoadProgress, Meter, say, stderr_console
 from longctx.cli.prompt import checked_text, read_prompt
 from longctx.cli.report import Answer, json_report, plan_line, usage_line
+from longctx.cli.variant import LocalChunk, Sinks, Variant, Window, variant_options
 from longctx.config import EngineConfig
 from longctx.errors import EngineError, LongctxError, RequestError
 from longctx.events import ProgressEvent, TokenEvent, TokenLogprobs
@@ -84,6 +85,10 @@ def run(
     attention: Annotated[
         str, typer.Option(metavar="auto|torch|numba|triton", help="what computes attention; auto is the fastest there")
     ] = "auto",
+    variant: Variant = "exact",
+    window: Window = None,
+    sinks: Sinks = None,
+    local_chunk: LocalChunk = None,
     kv_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="the cache's pool, such as 2GiB")] = None,
     device_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="weights, workspace and pool")] = None,
     memory_fraction: Annotated[float | None, typer.Option(help="the pool's share of what the rest leaves")] = None,
@@ -138,6 +143,7 @@ def run(
         "load_format": load_format,
         "unverified_model": unverified_model,
         "deterministic": deterministic,
+        **variant_options(variant, window, sinks, local_chunk),
         # One question at a time: the pool need not hold the windows of more.
         **({"max_running": 1} if batch is None else {}),
     }

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from longctx.cli.variant import LocalChunk, Sinks, Variant, Window, variant_options
 from longctx.config import EngineConfig
 from longctx.errors import LongctxError
 from longctx.server.settings import ServerSettings
@@ -69,6 +70,10 @@ def serve(
     attention: Annotated[
         str, typer.Option(metavar="auto|torch|numba|triton", help="what computes attention; auto is the fastest there")
     ] = "auto",
+    variant: Variant = "exact",
+    window: Window = None,
+    sinks: Sinks = None,
+    local_chunk: LocalChunk = None,
     kv_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="the cache's pool, such as 2GiB")] = None,
     device_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="weights, workspace and pool")] = None,
     memory_fraction: Annotated[float | None, typer.Option(help="the pool's share of what the rest leaves")] = None,
@@ -99,6 +104,7 @@ def serve(
         load_format=load_format,
         unverified_model=unverified_model,
         deterministic=deterministic,
+        **variant_options(variant, window, sinks, local_chunk),
         max_running=max_running,
         max_queue=max_queue,
         itl_target_s=itl_target_ms / 1e3,

@@ -56,6 +56,7 @@ def _add_models(routes: APIRouter, service: Service) -> None:
             "vocab_size": info.vocab_size,
             "kv_format": info.kv_format,
             "dtype": info.dtype,
+            "attention": info.attention,
         }
 
     @routes.get("/v1/models", summary="The served model")

@@ -66,6 +66,12 @@ def table(settings: ServerSettings = SETTINGS, info: ModelInfo = INFO) -> str:
     return startup.start_table("http://127.0.0.1:8000", settings.served_name or info.model, rows)
 
 
+def test_a_lossy_variant_has_a_line_of_its_own() -> None:
+    assert "attention" not in table()
+    shown = table(info=replace(INFO, attention="streaming, lossy: less is seen"))
+    assert "  attention  streaming, lossy: less is seen\n" in shown
+
+
 @pytest.fixture
 def json_logs(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
     monkeypatch.setenv(logs.FORMAT_VARIABLE, "")
