@@ -17,8 +17,12 @@ from longctx.attention.torch_backend import TorchBackend
 
 def _triton_backend() -> Backend:
     # Triton is a GPU's: importing longctx on a CPU must neither need it nor pay for it.
+    from longctx.attention.kernels import merge_triton
     from longctx.attention.triton_backend import TritonBackend
+    from longctx.quant import store_triton
 
+    store_triton.install()
+    merge_triton.install()
     return TritonBackend()
 
 

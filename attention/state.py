@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -39,8 +40,22 @@ def merge(a: AttnState, b: AttnState) -> AttnState:
     return AttnState(a.out * weight_a + b.out * weight_b, lse)
 
 
+_MERGE_KERNELS: dict[str, Callable[[AttnState, AttnState], None]] = {}
+
+
+def use_merge_kernel(device_type: str, kernel: Callable[[AttnState, AttnState], None] | None) -> None:
+    """From now on `merge_into` uses `kernel` for this process's states on such devices; None: torch's operators."""
+    if kernel is None:
+        _MERGE_KERNELS.pop(device_type, None)
+    else:
+        _MERGE_KERNELS[device_type] = kernel
+
+
 def merge_into(state: AttnState, part: AttnState) -> None:
-    """`merge` in place and bit for bit the same: `state` becomes the union, `part` is used up."""
+    """`merge` in place, bit for bit unless a kernel computes it: `state` becomes the union, `part` is used up."""
+    if kernel := _MERGE_KERNELS.get(state.out.device.type):
+        kernel(state, part)
+        return
     weight_a, weight_b, lse = _weights(state.lse, part.lse)
     state.out.mul_(weight_a).add_(part.out.mul_(weight_b))
     state.lse.copy_(lse)

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from longctx.attention.state import AttnState
+from longctx.attention.state import AttnState, use_merge_kernel
 from longctx.quant.kernel_variant import KernelVariant
 
 ROWS = 16
@@ -57,6 +57,11 @@ def _merge_kernel(
     )
     tl.store(out_at, merged, mask)
     tl.store(lse_at, top + tl.log(total), live)
+
+
+def install(device_type: str = "cuda") -> None:
+    """Let `attention.state.merge_into` use the kernel; on "cpu" only Triton's interpreter can run it."""
+    use_merge_kernel(device_type, merge_into)
 
 
 def merge_into(state: AttnState, part: AttnState) -> None:

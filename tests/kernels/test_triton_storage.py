@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from longctx.attention.kernels import merge_triton
-from longctx.attention.state import AttnState, empty_state, merge, merge_into
+from longctx.attention.state import AttnState, empty_state, merge, merge_into, use_merge_kernel
 from longctx.quant import blocks_triton, store_triton
 from longctx.quant.formats import FORMATS
 from longctx.quant.layout import BlockLayout, LayerKV
@@ -121,7 +121,7 @@ def test_decoding_sequences_store_from_any_strides(fmt, device):
     assert_same_layer(reference, layer)
 
 
-def test_store_and_gather_use_the_kernels_that_are_installed(device):
+def test_kernels_that_are_installed_are_used(device):
     reference, layer = layer_pair("int8", "fp8_e4m3", 64, 64, device)
     k_KTD, v_KTD = torch.randn(2, 3, 64, device=device), torch.randn(2, 3, 64, device=device)
     where = np.array([3, 3, 3]), np.array([0, 1, 2])
@@ -129,12 +129,15 @@ def test_store_and_gather_use_the_kernels_that_are_installed(device):
     calls = []
     kernels = store_triton.KERNELS
     use_kernels(device, kernels._replace(store=lambda *args: calls.append("store") or kernels.store(*args)))
+    use_merge_kernel(device, lambda *args: calls.append("merge"))
     try:
         store_tokens(layer, *where, k_KTD, v_KTD)
         out = gather_tokens(layer, np.array([3]), 0, 3)
+        merge_into(random_state(2, 1, 64, device), random_state(2, 1, 64, device))
     finally:
         use_kernels(device, None)
-    assert calls == ["store"]
+        use_merge_kernel(device, None)
+    assert calls == ["store", "merge"]
     assert_same_layer(reference, layer)
     assert all(torch.equal(a, b) for a, b in zip(out, gather_tokens(layer, np.array([3]), 0, 3), strict=True))
 
