@@ -153,6 +153,12 @@ class JobStore:
         with self._read():
             return self._some("WHERE state = ? ORDER BY seq", state)
 
+    def counts(self) -> dict[str, int]:
+        """How many jobs of all tenants are in each state."""
+        with self._read():
+            found = dict(self._db.execute("SELECT state, count(*) FROM jobs GROUP BY state"))
+        return {state: found.get(state, 0) for state in STATES}
+
     # -- writing -------------------------------------------------------------------------------------------------
 
     def add(self, job: Job, body: bytes, *, max_jobs: int, max_of_tenant: int) -> Job:

@@ -24,6 +24,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 EXPIRE_EVERY_S = 30.0
+COUNT_WAIT_S = 0.2
 
 
 class Jobs:
@@ -41,6 +42,7 @@ class Jobs:
         self._queue = JobQueue(service.settings.max_running_jobs, service.begin, self._thread, self._signals)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._loops: list[asyncio.Task[None]] = []
+        self._counts: dict[str, int] = {}
         self._opened = False
         self._suspended = False
 
@@ -143,6 +145,14 @@ class Jobs:
     def place(self, job: Job) -> int | None:
         """How many of the same tenant's jobs are to begin before this one; None for one that has begun."""
         return self._queue.place(job)
+
+    async def counts(self) -> dict[str, int]:
+        """How many jobs of all tenants are in each state; what was last known while the disk keeps one waiting."""
+        if self._opened:
+            with contextlib.suppress(ApiError, TimeoutError):
+                async with asyncio.timeout(COUNT_WAIT_S):
+                    self._counts = await self._thread(JobStore.counts)
+        return self._counts
 
     # -- inside --------------------------------------------------------------------------------------------------
 

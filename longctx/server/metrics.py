@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
@@ -94,6 +94,7 @@ class Metrics:
         )
         self._running = gauge("requests_running", "Requests in the present step")
         self._waiting = gauge("requests_waiting", "Requests in the queue")
+        self._jobs = gauge("jobs", "Jobs that are kept, by where they stand", "state")
         self._kv = gauge(
             "kv_bytes", "KV memory: held by running requests, cached for later ones, free", "tier", "state"
         )
@@ -185,6 +186,11 @@ class Metrics:
         if info is not None:
             self._info.clear()
             self._info.labels(info.model, info.dtype, info.kv_format).set(1)
+
+    def observe_jobs(self, counts: Mapping[str, int]) -> None:
+        """How many jobs there are in each state."""
+        for state, count in counts.items():
+            self._jobs.labels(state).set(count)
 
     # -- HTTP ----------------------------------------------------------------------------------------------------
 

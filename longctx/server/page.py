@@ -76,6 +76,7 @@ def router(service: Service) -> APIRouter:
         client = service.client
         if client.stats is not None:
             service.metrics.observe_stats(client.stats)
+        service.metrics.observe_jobs(await service.jobs.counts())
         service.metrics.observe_engine(ready=client.state == "ready", restarts=client.restarts, info=client.info)
         body, content_type = service.metrics.render()
         return Response(body, headers={"Content-Type": content_type, "Cache-Control": "no-store"})

@@ -22,6 +22,7 @@ from longctx.server.messages import EngineStats
 from longctx.server.metrics import Metrics
 from longctx.server.registry import ChoiceState, Record, Registry
 from longctx.server.service import Service
+from tests.helpers.server_fakes import FakeJobs
 
 STATS = EngineStats(
     running=1,
@@ -143,7 +144,8 @@ class PageServer:
 
     def _app(self) -> FastAPI:
         app = FastAPI()
-        service = SimpleNamespace(metrics=self.metrics, client=self.client)
+        jobs = FakeJobs({"queued": 1, "running": 2, "completed": 5, "failed": 0})
+        service = SimpleNamespace(metrics=self.metrics, client=self.client, jobs=jobs)
         app.include_router(page.router(cast(Service, service)))
         app.middleware("http")(self._check_key)
         app.get("/ready")(self._ready)

@@ -119,15 +119,19 @@ class FakePreparer:
 
 
 class FakeJobs:
-    """No jobs."""
+    """Nothing but how many there are said to be."""
 
-    def __init__(self) -> None:
+    def __init__(self, counted: dict[str, int] | None = None) -> None:
         self.stopped = 0
+        self._counted = counted or {}
 
     async def start(self) -> None: ...
 
     async def stop(self) -> None:
         self.stopped += 1
+
+    async def counts(self) -> dict[str, int]:
+        return self._counted
 
 
 def make_service(

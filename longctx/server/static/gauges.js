@@ -46,6 +46,13 @@ function showPace(samples, now) {
   setText(byId("total-prompt"), formatCount(sum(prefill)));
   setText(byId("total-cached"), formatPercent(sum(prefill) - computed, sum(prefill)));
   setText(byId("total-requests"), formatCount(sum(samples("longctx_requests_total"))));
+  showJobs(samples("longctx_jobs"));
   setText(byId("total-preempted"), formatCount(sum(samples("longctx_preemptions_total"))));
   setText(byId("total-restarts"), formatCount(sum(samples("longctx_engine_restarts_total"))));
+}
+
+function showJobs(samples) {
+  const open = samples.filter(({ labels, value }) => value > 0 && ["running", "queued", "failed"].includes(labels.state));
+  const words = open.map(({ labels, value }) => `${formatCount(value)} ${labels.state}`);
+  setText(byId("total-jobs"), [formatCount(sum(samples)), ...words].join(", "));
 }

@@ -198,6 +198,7 @@ def test_memory_by_tier_and_the_totals(open_page: Open) -> None:
     expect(page.locator("#total-prompt")).to_have_text("160,000")
     expect(page.locator("#total-cached")).to_have_text("75 %")
     expect(page.locator("#total-preempted")).to_have_text("2")
+    expect(page.locator("#total-jobs")).to_have_text("8, 1 queued, 2 running")
 
 
 def test_a_screen_reader_hears_of_ends(open_page: Open, server: PageServer) -> None:

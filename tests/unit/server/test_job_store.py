@@ -116,6 +116,13 @@ def test_the_list_is_one_tenants_newest_first_in_pages(store: JobStore) -> None:
     assert list(store.list("carol", 9)) == []
 
 
+def test_all_tenants_jobs_are_counted_by_state(store: JobStore) -> None:
+    for i, tenant in enumerate(("alice", "bob", "bob")):
+        add(store, f"j{i}", tenant)
+    store.finish("j1", CANCELLED, 101.0)
+    assert store.counts() == {"queued": 2, "running": 0, "completed": 0, "failed": 0, "cancelled": 1}
+
+
 def test_a_key_belongs_to_one_job_of_its_tenant(store: JobStore) -> None:
     first = add(store, "a", "alice", idempotency_key="k")
     assert add(store, "b", "alice", idempotency_key="k") == first

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,25 @@ def test_a_result_is_kept_for_its_time_and_not_longer(tmp_path: Path) -> None:
             again, is_new = await jobs.create(order(), None, "k")
             assert is_new and again.id != job.id, "its key is free, although nothing has swept the folder yet"
             assert job.id not in [j.id for j in await jobs.list(None, 10)]
+
+    go(main())
+
+
+def test_counting_waits_for_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with running(tmp_path) as (jobs, _):
+            await until(jobs, await post(jobs), "completed")
+            counted = await jobs.counts()
+            assert counted == {"queued": 0, "running": 0, "completed": 1, "failed": 0, "cancelled": 0}
+            for broken in (gone, slow):
+                monkeypatch.setattr(JobStore, "counts", broken)
+                assert await asyncio.wait_for(jobs.counts(), 1.5) == counted
+
+    def slow(_: JobStore) -> Any:
+        time.sleep(2.0)
+
+    def gone(_: JobStore) -> Any:
+        raise StoreError("the disk is gone")
 
     go(main())
 

@@ -229,6 +229,7 @@ def test_what_is_rendered_parses_and_keeps_its_names(metrics: Metrics) -> None:
         "fetch_decisions",
         "requests_running",
         "requests_waiting",
+        "jobs",
         "kv_bytes",
         "engine_up",
         "engine_restarts",
@@ -247,6 +248,13 @@ def test_what_is_rendered_parses_and_keeps_its_names(metrics: Metrics) -> None:
             "max_fds",
         )
     }
+
+
+def test_jobs_by_state() -> None:
+    metrics = Metrics()
+    for queued in (3, 1):
+        metrics.observe_jobs({"queued": queued, "failed": 0})
+    assert value(metrics, "jobs", state="queued") == 1 and value(metrics, "jobs", state="failed") == 0
 
 
 def test_two_servers_in_one_process_count_apart() -> None:

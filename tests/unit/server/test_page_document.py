@@ -16,6 +16,7 @@ from longctx.server import page
 from longctx.server.messages import EngineStats, ModelInfo
 from longctx.server.metrics import Metrics
 from longctx.server.service import Service
+from tests.helpers.server_fakes import FakeJobs
 
 SHOWN = page.build_page()
 INFO = ModelInfo("some-model", "folder", 10, 10, 10, "float32", "fp32", 1, 1, 1, 16, (), {})
@@ -29,7 +30,8 @@ def engine() -> SimpleNamespace:
 @pytest.fixture
 def client(engine: SimpleNamespace) -> TestClient:
     app = FastAPI()
-    app.include_router(page.router(cast(Service, SimpleNamespace(client=engine, metrics=Metrics()))))
+    service = SimpleNamespace(client=engine, metrics=Metrics(), jobs=FakeJobs({"queued": 2}))
+    app.include_router(page.router(cast(Service, service)))
     return TestClient(app)
 
 
@@ -111,6 +113,7 @@ def test_metrics_take_the_latest_snapshot(client: TestClient, engine: SimpleName
         text = client.get("/metrics").text
     assert "longctx_steps_total 5.0" in text
     assert "longctx_requests_running 2.0" in text
+    assert 'longctx_jobs{state="queued"} 2.0' in text
     assert 'longctx_kv_bytes{state="free",tier="g1"} 7.0' in text
     engine.state, engine.restarts = "restarting", 1
     text = client.get("/metrics").text
