@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from longctx.attention.kernels.tiles_triton import INT4, capped, element_of, first_visible, fold, load_tile
+from longctx.attention.kernels.tiles_triton import INT4, capped, first_visible, fold, load_rows, load_tile, store_rows
 
 
 @triton.jit
@@ -68,14 +68,9 @@ def decode_kernel(
     table = tables + row * max_blocks
     g_M = tl.arange(0, GROUP_PAD)
     head_M = kv_head * GROUP + g_M
-    d_K, is_K = element_of(K_KIND, K_DIM, K_PAD)
-    d_V, is_V = element_of(V_KIND, V_DIM, V_PAD)
     in_group_M = g_M < GROUP
-    q_MD = tl.load(
-        q + row * q_row_stride + head_M[:, None] * q_head_stride + d_K[None, :],
-        mask=in_group_M[:, None] & is_K[None, :],
-        other=0.0,
-    ).to(COMPUTE)
+    q_at_M = q + row * q_row_stride + head_M * q_head_stride
+    q_MD = load_rows(q_at_M, in_group_M, K_KIND, K_DIM, K_PAD).to(COMPUTE)
     k += kv_head * k_head_stride
     v += kv_head * v_head_stride
     if k_scale is not None:
@@ -108,7 +103,7 @@ def decode_kernel(
         top_M, total_M, out_MD = fold(score_MN, v_ND, v_scale_N, top_M, total_M, out_MD, V_KIND, COMPUTE)
 
     at_M = item.to(tl.int64) * tl.num_programs(1) * GROUP + head_M
-    tl.store(out + at_M[:, None] * V_DIM + d_V[None, :], out_MD, mask=in_group_M[:, None] & is_V[None, :])
+    store_rows(out + at_M * V_DIM, out_MD, in_group_M, V_KIND, V_DIM, V_PAD)
     tl.store(tops + at_M, top_M, mask=in_group_M)
     tl.store(totals + at_M, total_M, mask=in_group_M)
 

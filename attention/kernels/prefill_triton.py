@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from longctx.attention.kernels.tiles_triton import INT4, capped, element_of, first_visible, fold, load_tile
+from longctx.attention.kernels.tiles_triton import INT4, capped, first_visible, fold, load_rows, load_tile, store_rows
 
 
 @triton.jit
@@ -98,13 +98,8 @@ def prefill_kernel(
     m_M = m0 + tl.arange(0, BLOCK_M)
     in_chunk_M = (m_M >= start) & (m_M < start + num_tokens)
     token_M = (m_M - start).to(tl.int64)
-    d_K, is_K = element_of(K_KIND, K_DIM, K_PAD)
-    d_V, is_V = element_of(V_KIND, V_DIM, V_PAD)
-    q_MD = tl.load(
-        q + token_M[:, None] * q_token_stride + head * q_head_stride + d_K[None, :],
-        mask=in_chunk_M[:, None] & is_K[None, :],
-        other=0.0,
-    ).to(COMPUTE)
+    q_at_M = q + token_M * q_token_stride + head * q_head_stride
+    q_MD = load_rows(q_at_M, in_chunk_M, K_KIND, K_DIM, K_PAD).to(COMPUTE)
     kv_head = head // GROUP
     k += kv_head * k_head_stride
     v += kv_head * v_head_stride
@@ -151,6 +146,6 @@ def prefill_kernel(
     empty_M = total_M == 0.0
     out_MD = out_MD / tl.where(empty_M, 1.0, total_M)[:, None]
     at_M = token_M * tl.num_programs(1) + head
-    tl.store(out + at_M[:, None] * V_DIM + d_V[None, :], out_MD, mask=in_chunk_M[:, None] & is_V[None, :])
+    store_rows(out + at_M * V_DIM, out_MD, in_chunk_M, V_KIND, V_DIM, V_PAD)
     lse_M = tl.where(empty_M, float("-inf"), (top_M + tl.log2(tl.where(empty_M, 1.0, total_M))) * 0.6931471805599453)
     tl.store(lse + at_M, lse_M, mask=in_chunk_M)

@@ -18,29 +18,56 @@ NO_WINDOW = 1 << 30
 
 
 @triton.jit
-def element_of(KIND: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr):
-    """(element of the vector [PAD], whether there is one [PAD]) that each column of a tile of this kind holds."""
-    d_D = tl.arange(0, PAD)
-    if KIND == INT4:
-        byte_D = d_D // 2
-        group_D = byte_D // 32
-        half_D = tl.minimum(DIM - group_D * 64, 64) // 2
-        return byte_D + group_D * 32 + d_D % 2 * half_D, byte_D < DIM // 2
-    else:
-        return d_D, d_D < DIM
+def _int4_columns(DIM: tl.constexpr, PAD: tl.constexpr):
+    """The elements of byte i's lower [PAD/2] and upper half [PAD/2], and whether there is such a byte.
+
+    Byte i of a group of E elements holds element i in its lower half and element i + E/2 in its upper one. A tile has
+    the two halves of a byte side by side, so that no thread needs another's.
+    """
+    byte_C = tl.arange(0, PAD // 2)
+    lower_C = byte_C + byte_C // 32 * 32
+    return lower_C, lower_C + tl.minimum(DIM - byte_C // 32 * 64, 64) // 2, byte_C < DIM // 2
 
 
 @triton.jit
-def page_offsets(table, n0, live_N, slot_stride, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(start of each key's block [N] or scalar int64, its row in the block [N]) of keys n0 .. n0+N-1."""
-    n_N = n0 + tl.arange(0, BLOCK_N)
-    if PAGE % BLOCK_N == 0:
-        # A tile lies in one block: one look-up, and rows that the compiler knows to be contiguous.
-        slot = tl.load(table + n0 // PAGE).to(tl.int64)
-        return slot * slot_stride, (n0 % PAGE) + tl.arange(0, BLOCK_N)
+def load_rows(row_M, wanted_M, KIND: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr):
+    """Vectors [M, PAD] from pointers to their starts, columns ordered as in a tile of this kind, zeros where none."""
+    if KIND == INT4:
+        lower_C, upper_C, is_C = _int4_columns(DIM, PAD)
+        mask_MC = wanted_M[:, None] & is_C[None, :]
+        lower_MC = tl.load(row_M[:, None] + lower_C[None, :], mask=mask_MC, other=0.0)
+        upper_MC = tl.load(row_M[:, None] + upper_C[None, :], mask=mask_MC, other=0.0)
+        return tl.reshape(tl.join(lower_MC, upper_MC), [row_M.shape[0], PAD])
     else:
+        d_D = tl.arange(0, PAD)
+        return tl.load(row_M[:, None] + d_D[None, :], mask=wanted_M[:, None] & (d_D < DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def store_rows(row_M, x_MD, wanted_M, KIND: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr):
+    """Write vectors whose columns are ordered as in a tile of this kind to pointers to their starts."""
+    if KIND == INT4:
+        lower_C, upper_C, is_C = _int4_columns(DIM, PAD)
+        mask_MC = wanted_M[:, None] & is_C[None, :]
+        lower_MC, upper_MC = tl.split(tl.reshape(x_MD, [row_M.shape[0], PAD // 2, 2]))
+        tl.store(row_M[:, None] + lower_C[None, :], lower_MC, mask=mask_MC)
+        tl.store(row_M[:, None] + upper_C[None, :], upper_MC, mask=mask_MC)
+    else:
+        d_D = tl.arange(0, PAD)
+        tl.store(row_M[:, None] + d_D[None, :], x_MD, mask=wanted_M[:, None] & (d_D < DIM)[None, :])
+
+
+@triton.jit
+def row_pointers(data, table, n0, live_N, slot_stride, ROW: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Where the rows of keys n0 .. n0+N-1 begin [N], `ROW` elements each."""
+    if PAGE % BLOCK_N == 0:
+        # A tile lies in one block: one look-up, and what differs between rows is known to the compiler.
+        slot = tl.load(table + n0 // PAGE).to(tl.int64)
+        return data + (slot * slot_stride + n0 % PAGE * ROW) + tl.arange(0, BLOCK_N) * ROW
+    else:
+        n_N = n0 + tl.arange(0, BLOCK_N)
         slot_N = tl.load(table + n_N // PAGE, mask=live_N, other=0).to(tl.int64)
-        return slot_N * slot_stride, n_N % PAGE
+        return data + slot_N * slot_stride + n_N % PAGE * ROW
 
 
 @triton.jit
@@ -66,18 +93,18 @@ def load_tile(
 
     `data` and `scales` point at the kv head's first row of slot 0. Codes of one scale per vector are handed out as they
     are: bf16 and fp16 hold every one exactly, and the product is scaled instead. Keys that are not live are not read.
+    Columns are ordered as `load_rows` orders them.
     """
-    start, row_N = page_offsets(table, n0, live_N, slot_stride, PAGE, BLOCK_N)
     if KIND == INT4:
-        # Byte i of a group of E elements: element i in its low half, element i + E/2 in its high half.
         byte_C = tl.arange(0, PAD // 2)
-        at_NC = (start + row_N * (DIM // 2))[:, None] + byte_C[None, :]
-        packed_NC = tl.load(data + at_NC, mask=live_N[:, None] & (byte_C < DIM // 2)[None, :], other=0)
-        scale_start, scale_row_N = page_offsets(table, n0, live_N, scale_slot_stride, PAGE, BLOCK_N)
+        row_N = row_pointers(data, table, n0, live_N, slot_stride, DIM // 2, PAGE, BLOCK_N)
+        mask_NC = live_N[:, None] & (byte_C < DIM // 2)[None, :]
+        packed_NC = tl.load(row_N[:, None] + byte_C[None, :], mask=mask_NC, other=0)
         num_groups: tl.constexpr = (DIM + 63) // 64
         groups: tl.constexpr = (PAD + 63) // 64
         group_G = tl.arange(0, groups)
-        scale_NG = scales + (scale_start + scale_row_N * (2 * num_groups))[:, None] + 2 * group_G[None, :]
+        scale_N = row_pointers(scales, table, n0, live_N, scale_slot_stride, 2 * num_groups, PAGE, BLOCK_N)
+        scale_NG = scale_N[:, None] + 2 * group_G[None, :]
         mask_NG = live_N[:, None] & (group_G < num_groups)[None, :]
         step_NC = tl.load(scale_NG, mask=mask_NG, other=0.0).to(tl.float32)
         low_NC = tl.load(scale_NG + 1, mask=mask_NG, other=0.0).to(tl.float32)
@@ -86,20 +113,20 @@ def load_tile(
             low_NC = tl.reshape(tl.broadcast_to(low_NC[:, :, None], [BLOCK_N, groups, 32]), [BLOCK_N, PAD // 2])
         first_NC = ((packed_NC & 15).to(tl.float32) * step_NC + low_NC).to(COMPUTE)
         second_NC = ((packed_NC >> 4).to(tl.float32) * step_NC + low_NC).to(COMPUTE)
-        # The two halves of a byte side by side, as no thread needs another's: `element_of` says which is which.
         return tl.reshape(tl.join(first_NC, second_NC), [BLOCK_N, PAD]), 1.0
     else:
         d_D = tl.arange(0, PAD)
-        at_ND = (start + row_N * DIM)[:, None] + d_D[None, :]
+        row_N = row_pointers(data, table, n0, live_N, slot_stride, DIM, PAGE, BLOCK_N)
+        at_ND = row_N[:, None] + d_D[None, :]
         if MASKED or PAD != DIM:
-            stored_ND = tl.load(data + at_ND, mask=live_N[:, None] & (d_D < DIM)[None, :], other=0)
+            stored_ND = tl.load(at_ND, mask=live_N[:, None] & (d_D < DIM)[None, :], other=0)
         else:
-            stored_ND = tl.load(data + at_ND)
+            stored_ND = tl.load(at_ND)
         if KIND == EXACT:
             return stored_ND.to(COMPUTE), 1.0
         else:
-            scale_start, scale_row_N = page_offsets(table, n0, live_N, scale_slot_stride, PAGE, BLOCK_N)
-            scale_N = tl.load(scales + scale_start + scale_row_N, mask=live_N, other=0.0)
+            scale_at_N = row_pointers(scales, table, n0, live_N, scale_slot_stride, 1, PAGE, BLOCK_N)
+            scale_N = tl.load(scale_at_N, mask=live_N, other=0.0)
             if KIND == FP8_E5M2:
                 # The upper byte of an fp16.
                 return (stored_ND.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(COMPUTE), scale_N
