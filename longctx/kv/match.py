@@ -53,16 +53,19 @@ class Matcher:
 
         A hit at p needs blocks [0, p) in every full group; in every other one those that the query at p sees, and the
         sinks'. Candidates go down from the end of the leading run in the full groups and the sinks; where a window
-        block is missing, every border that needs it is out, so the next candidate is that block itself.
+        block is missing, every border that needs it is out, so the next candidate is that block itself. A hit reads
+        something.
         """
         limit = max(0, min(limit, chain.num_tokens))
         i = self._leading_run(chain, limit)
         while True:
             rows, sources = self._rows(chain, i, limit)
             missing = self._missing_window_block(chain, i, i * self.block_tokens + rows)
-            if missing is None:
+            if missing is None and self._reads_something(i, rows):
                 return self._result(chain, i, rows, sources)
-            i = missing
+            if i == 0:
+                return self._result(chain, 0, 0, [0] * len(self.indexes))
+            i = i - 1 if missing is None else missing
 
     def _leading_run(self, chain: KeyChain, limit: int) -> int:
         """Blocks before the first that is missing and that every later hit needs: of a full group or of sinks."""
@@ -99,6 +102,17 @@ class Matcher:
             missing = next((j for j in range(i - 1, lowest - 1, -1) if index.find(chain.key(j)) is None), None)
             worst = worst if missing is None else missing
         return worst
+
+    def _reads_something(self, i: int, rows: int) -> bool:
+        """Whether any stored row is read after a hit here.
+
+        Where every layer has local chunks, nothing is at their borders: such a hit would be right, and yet no hit.
+        """
+        tokens = i * self.block_tokens + rows
+        return any(
+            (rows > 0 and reach.most != 1) or reach.sinks > 0 or reach.first_block(tokens, self.block_tokens) < i
+            for reach in self.reaches
+        )
 
     def _result(self, chain: KeyChain, i: int, rows: int, sources: list[int]) -> Match:
         tokens = i * self.block_tokens + rows

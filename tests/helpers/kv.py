@@ -193,12 +193,13 @@ class CacheDriver:
 
 
 def usable(driver: CacheDriver, job: Job, tokens: int) -> bool:
-    """Whether a hit at `tokens` is possible, straight from the definition: every row a query there could read."""
-    size = driver.block_tokens
+    """Whether a hit at `tokens` is possible, straight from the definition: every row a query there reads, some at all."""
+    size, rows_read = driver.block_tokens, 0
     for index, reach in zip([g.index for g in driver.cache._groups], driver.reaches, strict=True):
+        rows_read += sum(p < tokens for p in sees(reach, tokens))
         for block in sorted({p // size for p in sees(reach, tokens) if p < tokens}):
             wanted = job.tokens[block * size : min(tokens, (block + 1) * size)]
             children = [index.entry(s) for s in index.slots() if index.entry(s).parent == job.chain.parent(block)]
             if not any(list(e.tokens[: len(wanted)]) == wanted for e in children):
                 return False
-    return True
+    return rows_read > 0 or tokens == 0

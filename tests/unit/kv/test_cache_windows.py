@@ -168,3 +168,68 @@ def test_full_groups_alone_and_windows_alone_match():
     driver = CacheDriver((6,), (40,))
     driver.run(document(64))
     assert driver.run([*document(64), 1]).cached == 64
+
+
+SINKS = Reach(8, 5)  # two blocks of four
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 8])
+def test_sinks_stay_while_the_window_slides(chunk):
+    """B34: what slid out is given back; B41: what stays is what was first there, at its own place."""
+    driver = CacheDriver((SINKS,), (40,), chunk=chunk)
+    job = driver.job(document(50))
+    assert driver.admit(job)
+    sinks = None
+    while (left := 50 - job.table.num_computed) > 0:
+        n = min(chunk, left)
+        assert driver.cache.extend(job.table, job.table.num_computed + n)
+        assert driver.held() <= ceil_div(SINKS.window + chunk, B) + 2 + 2
+        assert driver.step(job, n)
+        if job.table.num_computed >= 8:
+            sinks = sinks or job.table.slots[0][:2]
+            assert job.table.slots[0][:2] == sinks and 0 not in sinks
+    for token in range(10 * SINKS.window):
+        assert driver.decode(job, token)
+        assert driver.held() <= ceil_div(SINKS.window, B) + 2 + 2
+        assert job.table.slots[0][:2] == sinks
+        assert job.table.slots[0][2] == 0
+    assert driver.cache.slots_needed(10**6)[0] == ceil_div(SINKS.window + chunk - 2, B) + 1 + 2
+    driver.release(job)
+
+
+def test_requests_share_their_sinks():
+    driver = CacheDriver((None, SINKS), (90, 60))
+    first = driver.run(document(40))
+    jobs = [driver.job([*document(40), name]) for name in (50, 51)]
+    for job in jobs:
+        assert driver.admit(job) and job.cached == 40
+    tables = [job.table.slots[1] for job in jobs]
+    assert tables[0][:2] == tables[1][:2] and 0 not in tables[0][:2] and set(tables[0][2:8]) == {0}
+    assert first.cached == 0
+
+
+def test_a_hit_needs_the_sinks():
+    """A window's tail alone is no hit: without the sinks the next query would read another block."""
+    driver = CacheDriver((SINKS,), (60,))
+    job = driver.run(document(40))
+    assert driver.match(driver.job(document(41))).tokens == 40
+    driver.cache._groups[0].forget_unheld(job.chain.parent(1), job.chain.tokens(1))
+    again = driver.job(document(41))
+    assert driver.match(again).tokens == 4
+    driver.cache._groups[0].forget_unheld(job.chain.parent(0), job.chain.tokens(0))
+    assert driver.match(again).tokens == 0
+    assert driver.run(document(41)).cached == 0
+
+
+def test_a_local_chunk_lets_go_of_all_before_it():
+    driver = CacheDriver((Reach(local_chunk=16),), (40,), chunk=8)
+    job = driver.job(document(40))
+    assert driver.admit(job)
+    assert job.cached == 0
+    for computed in range(8, 41, 8):
+        assert driver.step(job, 8)
+        assert driver.held() == (computed % 16) // B
+    driver.release(job)
+    # At a chunk's border nothing before it is read: a hit there needs no block, but is one only if something is read.
+    assert [driver.match(driver.job([*document(n), 99])).tokens for n in (40, 38, 33, 32)] == [40, 38, 33, 0]
+    assert driver.match(driver.job([7] * 40)).tokens == 0
