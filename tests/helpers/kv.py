@@ -193,7 +193,7 @@ class CacheDriver:
 
 
 def usable(driver: CacheDriver, job: Job, tokens: int) -> bool:
-    """Whether a hit at `tokens` is possible, straight from the definition: every row a query there reads, some at all."""
+    """Whether a hit at `tokens` is possible, by the definition: what a query there reads is there, and not nothing."""
     size, rows_read = driver.block_tokens, 0
     for index, reach in zip([g.index for g in driver.cache._groups], driver.reaches, strict=True):
         rows_read += sum(p < tokens for p in sees(reach, tokens))
