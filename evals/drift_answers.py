@@ -60,12 +60,12 @@ def _ask(target: LLMTarget, make: Callable[[Key], Problem], keys: Sequence[Key])
     }
 
 
-def write_greedy(target: LLMTarget) -> list[dict[str, Any]]:
+def write_greedy(target: LLMTarget, max_tokens: int) -> list[dict[str, Any]]:
     """The greedy continuation of each of `PROMPTS`, as tokens and text."""
     salt = secrets.token_hex(8)
     texts = []
     for prompt in PROMPTS:
-        answer = target.ask(prompt, GREEDY_TOKENS, salt)
+        answer = target.ask(prompt, max_tokens, salt)
         texts.append({"prompt": prompt, "text": answer.text, "token_ids": list(answer.token_ids)})
     return texts
 

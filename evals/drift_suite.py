@@ -50,7 +50,7 @@ def run(job: EvalJob, target: Target) -> dict[str, Any]:
         "depths": None if job.depths is None else list(job.depths),
         "haystack": {"name": haystack.name, "digest": haystack.digest},
         "decode_tokens": DECODE_TOKENS,
-        "greedy_tokens": GREEDY_TOKENS,
+        "greedy_tokens": job.max_tokens or GREEDY_TOKENS,
         "prompts": list(PROMPTS),
     }
     with open_store(job, config) as store, ExitStack() as stack:
@@ -172,7 +172,9 @@ class _Comparison:
         self._job.say(f"{length:,} tokens in {name}: {', '.join(said) or 'no room for questions'}")
 
     def _write(self, target: LLMTarget, name: str) -> None:
-        self._store.add({"kind": GREEDY, "format": name, "texts": write_greedy(target)})
+        self._store.add(
+            {"kind": GREEDY, "format": name, "texts": write_greedy(target, self._job.max_tokens or GREEDY_TOKENS)}
+        )
         self._job.say(f"greedy texts in {name}: written")
 
     def _broken(self, name: str) -> bool:
