@@ -72,6 +72,12 @@ def test_a_lossy_variant_has_a_line_of_its_own() -> None:
     assert "  attention  streaming, lossy: less is seen\n" in shown
 
 
+def test_what_was_measured_of_a_lossy_format_stands_under_it() -> None:
+    shown = table(info=replace(INFO, kv_format="int8", drift="int8: KL 0.0003 at 8K"))
+    assert "24,576 bytes per token\n             int8: KL 0.0003 at 8K\n  memory" in shown
+    assert "KL" not in table()
+
+
 @pytest.fixture
 def json_logs(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
     monkeypatch.setenv(logs.FORMAT_VARIABLE, "")
