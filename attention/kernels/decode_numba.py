@@ -15,17 +15,18 @@ from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
-from numba import carray, cfunc, float32, from_dtype, njit, types
+from numba import carray, cfunc, float32, from_dtype, types
 
-from longctx.attention.kernels import kinds_numba, memory_numba, products_numba
+from longctx.attention.kernels import kinds_numba, memory_numba, products_numba, softmax_numba, vectors_numba
 from longctx.attention.kernels.kinds_numba import KIND_OF, KINDS
-from longctx.attention.kernels.memory_numba import exp_negative, fetch_add, float_at, int_at
+from longctx.attention.kernels.memory_numba import fetch_add, float_at, int_at
 from longctx.attention.kernels.products_numba import add_values, keys_at_once, scale_weights, score_keys
+from longctx.attention.kernels.softmax_numba import FASTMATH, inlined, merge_items, tile_weights
 
 SPLIT_TOKENS = 256
-TILE_KEYS = 16
-"""Keys whose scores are computed before their values are read. Each pass prefetches the other stream's next pass, and
-that distance was the fastest of 16 to 128 (without prefetching, a third of the bandwidth is lost)."""
+TILE_BYTES = 16384
+"""Keys whose scores are computed before their values are read, in bytes. Each pass prefetches the other stream's next
+pass, and that distance was the fastest (without prefetching, a third of the bandwidth is lost)."""
 
 ARGS = np.dtype(
     [
@@ -43,10 +44,6 @@ and `item_end` [num_items] (positions) and `row_items` [R + 1] (a row's first it
 all K heads. `progress` [2 + R * K] is zero: the next item, the threads so far, the items done of each (row, head).
 `partial` has `Shape.item_floats` for each item and head, `scratch` has `Shape.scratch_floats` for each thread."""
 
-# Neither 'nnan' nor 'ninf': a running maximum begins at -inf, and what is not a number must stay so.
-FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
-_inlined = njit(inline="always", fastmath=FASTMATH, nogil=True)
-
 
 @dataclass(frozen=True)
 class Shape:
@@ -59,6 +56,12 @@ class Shape:
     v_format: str
 
     @property
+    def tile_keys(self) -> int:
+        """Keys of a tile: 16, 32 or 64."""
+        rows = TILE_BYTES // KINDS[KIND_OF[self.k_format]].row_bytes(self.k_dim)
+        return 64 if rows >= 64 else 32 if rows >= 32 else 16
+
+    @property
     def item_floats(self) -> int:
         """Floats of an item's partial state: out [G, Dv], top [G], total [G]; whole cache lines."""
         return _lines(self.group * (self.v_dim + 2))
@@ -67,52 +70,36 @@ class Shape:
     def scratch_floats(self) -> int:
         """Floats of a thread's scratch: queries [G, Dk], weights [G, tile], and those with a group's scale."""
         scales = KINDS[KIND_OF[self.v_format]].format.num_scales(self.v_dim)
-        return _lines(self.group * (self.k_dim + TILE_KEYS + scales * (TILE_KEYS + 1)))
+        return _lines(self.group * (self.k_dim + self.tile_keys + scales * (self.tile_keys + 1)))
 
 
 def _lines(num_floats: int) -> int:
     return -(-num_floats // 16) * 16
 
 
-@_inlined
-def _softmax(scores, num_keys, softcap, top, total, out, D, G):
-    """Turn a tile's scores into weights relative to the running maximum, rescaling what was summed before."""
-    for g in range(G):
-        first = g * TILE_KEYS
-        if softcap > 0:
-            for j in range(first, first + num_keys):
-                scores[j] = softcap * math.tanh(scores[j] / softcap)
-        new_top = top[g]
-        for j in range(first, first + num_keys):
-            new_top = max(new_top, scores[j])
-        if new_top > top[g]:
-            shrink = exp_negative(top[g] - new_top)
-            top[g] = new_top
-            total[g] *= shrink
-            for d in range(D):
-                out[g * D + d] *= shrink
-        tile_total = float32(0.0)
-        for j in range(first, first + num_keys):
-            # A score that is no number must not become a weight of nothing.
-            weight = exp_negative(scores[j] - new_top) if scores[j] == scores[j] else scores[j]
-            scores[j] = weight
-            tile_total += weight
-        total[g] += tile_total
-
-
-@_inlined
-def _times_scales(scores, scales, factor, num_keys, G):
+@inlined
+def _times_scales(scores, scales, factor, num_keys, G, TILE):
     """scores[g, j] *= factor * scales[j]."""
     for g in range(G):
         for j in range(num_keys):
-            scores[g * TILE_KEYS + j] *= factor * scales[j]
+            scores[g * TILE + j] *= factor * scales[j]
 
 
-@_inlined
-def _attend_item(a, item, head, partial, scratch, KD, VD, G, KEYS, KK, VK, KROW, VROW, KSCALE, VSCALE, KS, VS, KF, VF):
+@inlined
+def _cap(scores, softcap, num_keys, G, TILE):
+    for g in range(G):
+        for j in range(g * TILE, g * TILE + num_keys):
+            scores[j] = softcap * math.tanh(scores[j] / softcap)
+
+
+@inlined
+def _attend_item(
+    a, item, head, partial, scratch, KD, VD, G, KEYS, TILE, KK, VK, KROW, VROW, KSCALE, VSCALE, KS, VS, KF, VF
+):
     """The partial state of one item: out [G, VD] (not yet divided), top [G] and total [G]."""
     row = int_at(a.item_row)[item]
-    out, top, total = float_at(partial), float_at(partial + 4 * G * VD), float_at(partial + 4 * G * (VD + 1))
+    tops_at, totals_at = partial + 4 * G * VD, partial + 4 * G * (VD + 1)
+    out, top, total = float_at(partial), float_at(tops_at), float_at(totals_at)
     for g in range(G):
         top[g] = float32(-np.inf)
         total[g] = float32(0.0)
@@ -122,13 +109,13 @@ def _attend_item(a, item, head, partial, scratch, KD, VD, G, KEYS, KK, VK, KROW,
     for d in range(G * KD):
         query[d] = a.scale * q[d]
     weights_at = scratch + 4 * G * KD
-    scaled_at, scores = weights_at + 4 * G * TILE_KEYS, float_at(weights_at)
-    lows_at = scaled_at + 4 * G * TILE_KEYS * VS
+    scaled_at, scores = weights_at + 4 * G * TILE, float_at(weights_at)
+    lows_at = scaled_at + 4 * G * TILE * VS
     position, end = int_at(a.item_begin)[item], int_at(a.item_end)[item]
     table = int_at(a.tables + 8 * row * a.max_blocks)
     while position < end:
         slot, offset = table[position // a.block_tokens], position % a.block_tokens
-        num_keys = min(min(TILE_KEYS, a.block_tokens - offset), end - position)
+        num_keys = min(min(TILE, a.block_tokens - offset), end - position)
         k = a.k + slot * a.k_slot_bytes + head * a.k_head_bytes + offset * KROW
         v = a.v + slot * a.v_slot_bytes + head * a.v_head_bytes + offset * VROW
         k_scale = a.k_scale + slot * a.k_scale_slot_bytes + head * a.k_scale_head_bytes + offset * KSCALE
@@ -140,44 +127,26 @@ def _attend_item(a, item, head, partial, scratch, KD, VD, G, KEYS, KK, VK, KROW,
         together = num_keys // KEYS * KEYS
         for j in range(0, together, KEYS):
             at = weights_at + 4 * j
-            score_keys(scratch, k + j * KROW, k_scale + j * KSCALE, at, v + j * VROW, KD, G, KK, KEYS, TILE_KEYS)
+            score_keys(scratch, k + j * KROW, k_scale + j * KSCALE, at, v + j * VROW, KD, G, KK, KEYS, TILE)
         for j in range(together, num_keys):
             at = weights_at + 4 * j
-            score_keys(scratch, k + j * KROW, k_scale + j * KSCALE, at, v + j * VROW, KD, G, KK, 1, TILE_KEYS)
+            score_keys(scratch, k + j * KROW, k_scale + j * KSCALE, at, v + j * VROW, KD, G, KK, 1, TILE)
         if KS == 1:
-            _times_scales(scores, float_at(k_scale), KF, num_keys, G)
-        _softmax(scores, num_keys, a.softcap, top, total, out, VD, G)
+            _times_scales(scores, float_at(k_scale), KF, num_keys, G, TILE)
+        if a.softcap > 0:
+            _cap(scores, a.softcap, num_keys, G, TILE)
+        for g in range(G):
+            shrink = tile_weights(weights_at + 4 * g * TILE, tops_at + 4 * g, totals_at + 4 * g, num_keys, TILE)
+            if shrink != 1:
+                for d in range(g * VD, (g + 1) * VD):
+                    out[d] *= shrink
         if VS == 1:
-            _times_scales(scores, float_at(v_scale), VF, num_keys, G)
+            _times_scales(scores, float_at(v_scale), VF, num_keys, G, TILE)
         if VS > 1:
-            scale_weights(weights_at, v_scale, scaled_at, lows_at, num_keys, VD, G, VK, TILE_KEYS)
-            add_values(v, scaled_at, lows_at, partial, next_k, num_keys, VD, G, VK, TILE_KEYS, KROW)
+            scale_weights(weights_at, v_scale, scaled_at, lows_at, num_keys, VD, G, VK, TILE)
+            add_values(v, scaled_at, lows_at, partial, next_k, num_keys, VD, G, VK, TILE, KROW)
         else:
-            add_values(v, weights_at, weights_at, partial, next_k, num_keys, VD, G, VK, TILE_KEYS, KROW)
-
-
-@_inlined
-def _merge_items(partial, num_items, stride, out, lse, D, G):
-    """Merge partial states, `stride` floats apart, in ascending order into out [G, D] and lse [G]."""
-    tops = G * D
-    for g in range(G):
-        top = float32(-np.inf)
-        for i in range(num_items):
-            top = max(top, partial[i * stride + tops + g])
-        total = float32(0.0)
-        for d in range(D):
-            out[g * D + d] = float32(0.0)
-        for i in range(num_items):
-            weight = exp_negative(partial[i * stride + tops + g] - top)
-            total += weight * partial[i * stride + tops + G + g]
-            for d in range(D):
-                out[g * D + d] += weight * partial[i * stride + g * D + d]
-        # Scores that are no numbers leave nothing: say so in this row. An exception would end the thread and its other
-        # items with it, which belong to other sequences.
-        inverse = float32(1.0) / total if total > 0 else float32(np.nan)
-        for d in range(D):
-            out[g * D + d] *= inverse
-        lse[g] = top + math.log(total) if total > 0 else float32(np.nan)
+            add_values(v, weights_at, weights_at, partial, next_k, num_keys, VD, G, VK, TILE, KROW)
 
 
 @cache
@@ -189,6 +158,7 @@ def decode_kernel(shape: Shape) -> int:
     KD, VD, G, KK, VK = shape.k_dim, shape.v_dim, shape.group, KIND_OF[shape.k_format], KIND_OF[shape.v_format]
     k_kind, v_kind = KINDS[KK], KINDS[VK]
     KROW, VROW, KEYS = k_kind.row_bytes(KD), v_kind.row_bytes(VD), keys_at_once(G)
+    TILE = shape.tile_keys
     KSCALE, VSCALE = k_kind.format.scale_bytes(KD), v_kind.format.scale_bytes(VD)
     KS, VS = k_kind.format.num_scales(KD), v_kind.format.num_scales(VD)
     KF, VF = np.float32(k_kind.factor), np.float32(v_kind.factor)
@@ -205,7 +175,26 @@ def decode_kernel(shape: Shape) -> int:
             item, head = unit // heads, unit % heads
             partial = a.partial + 4 * unit * FLOATS
             _attend_item(
-                a, item, head, partial, scratch, KD, VD, G, KEYS, KK, VK, KROW, VROW, KSCALE, VSCALE, KS, VS, KF, VF
+                a,
+                item,
+                head,
+                partial,
+                scratch,
+                KD,
+                VD,
+                G,
+                KEYS,
+                TILE,
+                KK,
+                VK,
+                KROW,
+                VROW,
+                KSCALE,
+                VSCALE,
+                KS,
+                VS,
+                KF,
+                VF,
             )
             row = int_at(a.item_row)[item]
             first, end = int_at(a.row_items)[row], int_at(a.row_items)[row + 1]
@@ -213,7 +202,7 @@ def decode_kernel(shape: Shape) -> int:
                 partials = float_at(a.partial + 4 * (first * heads + head) * FLOATS)
                 at = (row * heads + head) * G
                 out, lse = float_at(a.out + 4 * at * VD), float_at(a.lse + 4 * at)
-                _merge_items(partials, end - first, heads * FLOATS, out, lse, VD, G)
+                merge_items(partials, end - first, heads * FLOATS, out, lse, VD, G)
 
     # numba knows a cached kernel by this name and by this file, not by the other files that it is made of.
     kernel.__qualname__ = f"decode_{shape.k_format}_{KD}_{shape.v_format}_{VD}_group{G}_{_sources()}"
@@ -224,5 +213,6 @@ def decode_kernel(shape: Shape) -> int:
 @cache
 def _sources() -> str:
     """A digest of the code that kernels are generated from."""
-    files = (kinds_numba.__file__, memory_numba.__file__, products_numba.__file__)
-    return blake2b(b"".join(Path(f).read_bytes() for f in files), digest_size=6).hexdigest()
+    modules = (kinds_numba, memory_numba, products_numba, softmax_numba, vectors_numba)
+    code = b"".join(Path(str(module.__file__)).read_bytes() for module in modules)
+    return blake2b(code, digest_size=6).hexdigest()

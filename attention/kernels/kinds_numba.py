@@ -6,23 +6,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from llvmlite import binding, ir
-from numba.core import cgutils
+from llvmlite import ir
 
+from longctx.attention.kernels.vectors_numba import (
+    F32,
+    FEATURES,
+    I8,
+    I16,
+    I32,
+    LANES,
+    bf16_floats,
+    plus,
+    splat,
+    vector_at,
+)
 from longctx.quant.formats import FORMATS, KVFormat
-
-F32, I8, I16, I32, I64 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
-
-_FEATURES = binding.get_host_cpu_features()
-LANES = 16 if _FEATURES.get("avx512f") else 8
-"""Floats in a vector: one AVX-512 register, one of AVX2, or two of NEON."""
-REGISTERS = 24 if LANES == 16 else 10
-"""Vectors of sums that may be kept at once beside keys, queries and weights."""
 
 
 def can_read(fmt: KVFormat) -> bool:
     """Whether this machine converts the format's elements in registers (half floats need F16C on x86)."""
-    return not (fmt.name in ("fp16", "fp8_e4m3", "fp8_e5m2") and _FEATURES.get("f16c") is False)
+    return not (fmt.name in ("fp16", "fp8_e4m3", "fp8_e5m2") and FEATURES.get("f16c") is False)
 
 
 @dataclass(frozen=True)
@@ -67,28 +70,6 @@ class Kind:
         return bf16_floats(builder, address, self.format.num_scales(dim))
 
 
-def vector_at(builder: ir.IRBuilder, address: ir.Value, element: ir.Type, count: int) -> ir.Value:
-    """`count` elements at an address of any alignment."""
-    return builder.load(_pointer(builder, address, ir.VectorType(element, count)), align=1)
-
-
-def store_vector(builder: ir.IRBuilder, value: ir.Value, address: ir.Value) -> None:
-    builder.store(value, _pointer(builder, address, value.type), align=1)
-
-
-def plus(builder: ir.IRBuilder, address: ir.Value, num_bytes: int) -> ir.Value:
-    return builder.add(address, ir.Constant(I64, num_bytes)) if num_bytes else address
-
-
-def splat(element: ir.Type, value: float, count: int) -> ir.Constant:
-    return ir.Constant(ir.VectorType(element, count), [value] * count)
-
-
-def bf16_floats(builder: ir.IRBuilder, address: ir.Value, count: int) -> ir.Value:
-    words = builder.zext(vector_at(builder, address, I16, count), ir.VectorType(I32, count))
-    return builder.bitcast(builder.shl(words, splat(I32, 16, count)), ir.VectorType(F32, count))
-
-
 def _pieces(begin: int, end: int) -> list[tuple[int, int]]:
     """(start, count) of the powers of two, at most LANES, that [begin, end) is read in."""
     found, width = [], LANES
@@ -98,10 +79,6 @@ def _pieces(begin: int, end: int) -> list[tuple[int, int]]:
         found.append((begin, width))
         begin += width
     return found
-
-
-def _pointer(builder: ir.IRBuilder, address: ir.Value, to: ir.Type) -> ir.Value:
-    return builder.inttoptr(address, to.as_pointer())
 
 
 def _fp32(builder: ir.IRBuilder, row: ir.Value, load: Load) -> list[ir.Value]:
@@ -164,11 +141,3 @@ _FLOATS: dict[str, Callable[[ir.IRBuilder, ir.Value, Load], list[ir.Value]]] = {
 KINDS = tuple(Kind(FORMATS[name]) for name in _FLOATS)
 """Every kind; kernels are given one by its place here, since only numbers may be constants of compiled code."""
 KIND_OF = {kind.format.name: place for place, kind in enumerate(KINDS)}
-
-
-def prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
-    """Ask for the cache line at `address` (any value: never a fault), to keep in the second-level cache."""
-    kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
-    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    read, locality, data = (ir.Constant(I32, x) for x in (0, 2, 1))
-    builder.call(function, [_pointer(builder, address, I8), read, locality, data])

@@ -1,12 +1,12 @@
-"""What compiled kernels share: memory at addresses, an atomic counter, and an exponential that is vectorized."""
+"""What compiled kernels share: memory at addresses, an atomic counter, floats of bits, an exponential."""
 
 from __future__ import annotations
 
-import math
-
 from llvmlite import ir
-from numba import float32, int32, int64, njit, types
+from numba import float32, int32, int64, types
 from numba.extending import intrinsic
+
+from longctx.attention.kernels import vectors_numba
 
 
 def address_intrinsic(element: types.Type, ir_type: ir.Type):
@@ -45,21 +45,11 @@ def float_of_bits(typingctx, bits):
     return float32(int32), codegen
 
 
-@njit(inline="always", fastmath={"reassoc", "contract", "arcp", "nsz"}, nogil=True)
-def exp_negative(x):
-    """e^x for x <= 0 to 2 ulp; a loop over it is vectorized, as one over the C library's would not be."""
-    clamped = max(x, float32(-87.0))
-    power = math.floor(clamped * float32(1.4426950408889634) + float32(0.5))
-    # ln 2 in two parts (Cody and Waite), then the Taylor series on [-ln 2 / 2, ln 2 / 2].
-    r = clamped - power * float32(0.693359375)
-    r = r + power * float32(2.12194440e-4)
-    series = float32(1 / 5040)
-    series = series * r + float32(1 / 720)
-    series = series * r + float32(1 / 120)
-    series = series * r + float32(1 / 24)
-    series = series * r + float32(1 / 6)
-    series = series * r + float32(0.5)
-    series = series * r + float32(1.0)
-    series = series * r + float32(1.0)
-    result = series * float_of_bits((int32(power) + int32(127)) << int32(23))
-    return result if x > float32(-87.0) else float32(0.0)
+@intrinsic
+def exp_negative(typingctx, x):
+    """e^x for x <= 0; a loop over it is vectorized, as one over the C library's would not be."""
+
+    def codegen(context, builder, signature, args):
+        return vectors_numba.exp_negative(builder, args[0])
+
+    return float32(float32), codegen

@@ -7,26 +7,32 @@
 # every sum is what is written here.
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from longctx.attention.kernels.kinds_numba import (
+from longctx.attention.kernels.kinds_numba import KINDS, Kind, Load
+from longctx.attention.kernels.vectors_numba import (
     F32,
-    I32,
     I64,
-    KINDS,
     LANES,
     REGISTERS,
-    Kind,
-    Load,
+    broadcast_at,
+    cut,
+    int_types,
+    lane,
+    lane_sums,
+    literals,
+    loop,
+    multiply_add,
     plus,
     prefetch,
     splat,
     store_vector,
     vector_at,
+    widened,
 )
 
 LINE = 64
@@ -44,19 +50,19 @@ def score_keys(typingctx, q, k, k_scale, scores, ahead, dim, group, kind, num_ke
     Addresses of q [G, D] fp32, of rows and their scales, of scores [G, tile_keys]; `ahead` is prefetched, as many bytes
     as the keys have.
     """
-    dim, group, kind, num_keys, tile_keys = _literals(dim, group, kind, num_keys, tile_keys)
+    dim, group, kind, num_keys, tile_keys = literals(dim, group, kind, num_keys, tile_keys)
 
     def codegen(context, builder, signature, args):
         q, k, k_scale, scores, ahead = args[:5]
         for line in range(0, num_keys * KINDS[kind].row_bytes(dim), LINE):
             prefetch(builder, plus(builder, ahead, line))
-        for heads in _cut(range(group), max(1, REGISTERS // num_keys)):
+        for heads in cut(range(group), max(1, REGISTERS // num_keys)):
             sums = _dots(builder, (q, k, k_scale), dim, KINDS[kind], num_keys, heads)
             for g, of_keys in zip(heads, sums, strict=True):
-                store_vector(builder, _lane_sums(builder, of_keys), plus(builder, scores, 4 * g * tile_keys))
+                store_vector(builder, lane_sums(builder, of_keys), plus(builder, scores, 4 * g * tile_keys))
         return context.get_dummy_value()
 
-    return types.void(*(types.int64,) * 5, *_int_types(dim, group, kind, num_keys, tile_keys)), codegen
+    return types.void(*(types.int64,) * 5, *int_types(dim, group, kind, num_keys, tile_keys)), codegen
 
 
 @intrinsic(prefer_literal=True)
@@ -67,14 +73,14 @@ def add_values(typingctx, v, weights, lows, out, ahead, num_keys, dim, group, ki
     are [tile_keys, G, C], of which step by step the even ones are used, and `lows` [G, C] has in its odd ones what to
     add to every element of a group. `ahead` is prefetched, `ahead_bytes` for each key.
     """
-    dim, group, kind, tile_keys, ahead_bytes = _literals(dim, group, kind, tile_keys, ahead_bytes)
+    dim, group, kind, tile_keys, ahead_bytes = literals(dim, group, kind, tile_keys, ahead_bytes)
 
     def codegen(context, builder, signature, args):
         of = KINDS[kind]
         loads = of.loads(dim)
-        for heads in _cut(range(group), REGISTERS * 2 // 3):
+        for heads in cut(range(group), REGISTERS * 2 // 3):
             per_strip = max(1, min(8, REGISTERS * 2 // 3 // len(heads)) // len(loads[0].starts))
-            strips = _cut(loads, per_strip)
+            strips = cut(loads, per_strip)
             for i, strip in enumerate(strips):
                 lines = [
                     line
@@ -84,13 +90,13 @@ def add_values(typingctx, v, weights, lows, out, ahead, num_keys, dim, group, ki
                 _add_strip(builder, args[:6], dim, of, tile_keys, group, heads, strip, lines, ahead_bytes)
         return context.get_dummy_value()
 
-    return types.void(*(types.int64,) * 6, *_int_types(dim, group, kind, tile_keys, ahead_bytes)), codegen
+    return types.void(*(types.int64,) * 6, *int_types(dim, group, kind, tile_keys, ahead_bytes)), codegen
 
 
 @intrinsic(prefer_literal=True)
 def scale_weights(typingctx, weights, v_scale, scaled, lows, num_keys, dim, group, kind, tile_keys):
     """int4: scaled[j, g, c] = weights[g, j] * scale[j, c], and lows[g, c] their sums over `num_keys` > 0 keys."""
-    dim, group, kind, tile_keys = _literals(dim, group, kind, tile_keys)
+    dim, group, kind, tile_keys = literals(dim, group, kind, tile_keys)
 
     def codegen(context, builder, signature, args):
         weights, v_scale, scaled, lows, num_keys = args[:5]
@@ -103,30 +109,17 @@ def scale_weights(typingctx, weights, v_scale, scaled, lows, num_keys, dim, grou
             scaled_at = builder.add(scaled, builder.mul(j, ir.Constant(I64, 4 * group * width)))
             after = []
             for g, total in enumerate(sums):
-                weight = _broadcast_at(builder, plus(builder, weight_at, 4 * g * tile_keys), width)
+                weight = broadcast_at(builder, plus(builder, weight_at, 4 * g * tile_keys), width)
                 product = builder.fmul(weight, scales)
                 store_vector(builder, product, plus(builder, scaled_at, 4 * g * width))
                 after.append(builder.fadd(total, product))
             return after
 
-        for g, total in enumerate(_loop(builder, num_keys, [splat(F32, 0.0, width)] * group, body)):
+        for g, total in enumerate(loop(builder, num_keys, [splat(F32, 0.0, width)] * group, body)):
             store_vector(builder, total, plus(builder, lows, 4 * g * width))
         return context.get_dummy_value()
 
-    return types.void(*(types.int64,) * 5, *_int_types(dim, group, kind, tile_keys)), codegen
-
-
-def _cut(values: Sequence, size: int) -> list[Sequence]:
-    """Neighbours in groups of `size`, the last one smaller."""
-    return [values[at : at + size] for at in range(0, len(values), size)]
-
-
-def _literals(*values: types.Type) -> tuple[int, ...]:
-    return tuple(x.literal_value for x in values)
-
-
-def _int_types(*values: int) -> tuple[types.Type, ...]:
-    return tuple(types.literal(x) for x in values)
+    return types.void(*(types.int64,) * 5, *int_types(dim, group, kind, tile_keys)), codegen
 
 
 def _dots(
@@ -147,10 +140,10 @@ def _dots(
             keys = [vectors[part] for vectors in of_keys]
             if grouped:
                 keys = [_from_codes(builder, x, s, load) for x, s in zip(keys, scales, strict=True)]
-            keys = [_widened(builder, x) for x in keys]
+            keys = [widened(builder, x) for x in keys]
             for i, g in enumerate(heads):
-                query = _widened(builder, vector_at(builder, plus(builder, q, 4 * (g * dim + start)), F32, load.count))
-                sums[i] = [_multiply_add(builder, x, query, total) for x, total in zip(keys, sums[i], strict=True)]
+                query = widened(builder, vector_at(builder, plus(builder, q, 4 * (g * dim + start)), F32, load.count))
+                sums[i] = [multiply_add(builder, x, query, total) for x, total in zip(keys, sums[i], strict=True)]
     return sums
 
 
@@ -179,7 +172,7 @@ def _add_strip(
     for g, load, start in places:
         total = vector_at(builder, out_at(g, start), F32, load.count)
         if width:
-            low = _broadcast_at(builder, plus(builder, lows, 4 * (g * width + 2 * load.group + 1)), load.count)
+            low = broadcast_at(builder, plus(builder, lows, 4 * (g * width + 2 * load.group + 1)), load.count)
             total = builder.fadd(total, low)
         begin.append(total)
 
@@ -196,90 +189,15 @@ def _add_strip(
             g, load, _ = places[place]
             at = plus(builder, weight_at, g * head_step + (8 * load.group if width else 0))
             after.append(
-                _multiply_add(builder, values[place // len(heads)], _broadcast_at(builder, at, load.count), total)
+                multiply_add(builder, values[place // len(heads)], broadcast_at(builder, at, load.count), total)
             )
         return after
 
-    for (g, _, start), total in zip(places, _loop(builder, num_keys, begin, body), strict=True):
+    for (g, _, start), total in zip(places, loop(builder, num_keys, begin, body), strict=True):
         store_vector(builder, total, out_at(g, start))
-
-
-def _loop(
-    builder: ir.IRBuilder,
-    count: ir.Value,
-    begin: Sequence[ir.Value],
-    body: Callable[[ir.Value, list[ir.Value]], list[ir.Value]],
-) -> list[ir.Value]:
-    """Run `body(j, values)` for j = 0 .. count-1, count > 0; returns the last values."""
-    entry = builder.block
-    loop, done = builder.append_basic_block("keys"), builder.append_basic_block("keys.done")
-    builder.branch(loop)
-    builder.position_at_end(loop)
-    j = builder.phi(I64)
-    values = [builder.phi(x.type) for x in begin]
-    after = body(j, list(values))
-    following = builder.add(j, ir.Constant(I64, 1))
-    for phi, first, later in zip([j, *values], [ir.Constant(I64, 0), *begin], [following, *after], strict=True):
-        phi.add_incoming(first, entry)
-        phi.add_incoming(later, builder.block)
-    builder.cbranch(builder.icmp_signed("<", following, count), loop, done)
-    builder.position_at_end(done)
-    return after
-
-
-def _multiply_add(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
-    return builder.fadd(builder.fmul(a, b, flags=("contract",)), c, flags=("contract",))
 
 
 def _from_codes(builder: ir.IRBuilder, codes: ir.Value, scales_C: ir.Value, load: Load) -> ir.Value:
     """int4: low + code * step of the load's group."""
-    step, low = (_lane(builder, scales_C, 2 * load.group + i, load.count) for i in (0, 1))
-    return _multiply_add(builder, codes, step, low)
-
-
-def _lane(builder: ir.IRBuilder, vector: ir.Value, lane: int, count: int) -> ir.Value:
-    """One lane of a vector, `count` times."""
-    return _shuffle(builder, vector, vector, [lane] * count)
-
-
-def _broadcast_at(builder: ir.IRBuilder, address: ir.Value, count: int) -> ir.Value:
-    one = vector_at(builder, address, F32, 1)
-    return _shuffle(builder, one, one, [0] * count)
-
-
-def _widened(builder: ir.IRBuilder, vector: ir.Value) -> ir.Value:
-    """A vector of LANES with zeros behind what there is."""
-    count = vector.type.count
-    if count == LANES:
-        return vector
-    return _shuffle(builder, vector, splat(F32, 0.0, count), [min(i, count) for i in range(LANES)])
-
-
-def _shuffle(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, lanes: Sequence[int]) -> ir.Value:
-    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, len(lanes)), list(lanes)))
-
-
-def _lane_sums(builder: ir.IRBuilder, vectors: Sequence[ir.Value]) -> ir.Value:
-    """[n] the sums over the lanes of 1, 2 or 4 vectors: transposed by pairs four lanes at a time, then folded."""
-    blocks = range(0, LANES, 4)
-
-    def pair(a: ir.Value, b: ir.Value, first: Sequence[int], second: Sequence[int]) -> ir.Value:
-        """The sum of two selections, each of lanes 0-3 of `a` and 4-7 of `b`, the same in every four lanes."""
-        chosen = [
-            _shuffle(builder, a, b, [at + i if i < 4 else LANES + at + i - 4 for at in blocks for i in lanes])
-            for lanes in (first, second)
-        ]
-        return builder.fadd(*chosen)
-
-    paired = list(vectors)
-    if len(paired) > 1:
-        paired = [pair(a, b, (0, 4, 1, 5), (2, 6, 3, 7)) for a, b in _cut(paired, 2)]
-    if len(paired) > 1:
-        paired = [pair(a, b, (0, 1, 4, 5), (2, 3, 6, 7)) for a, b in _cut(paired, 2)]
-    (total,) = paired
-    while total.type.count > len(vectors):
-        half = total.type.count // 2
-        total = builder.fadd(
-            _shuffle(builder, total, total, range(half)), _shuffle(builder, total, total, range(half, 2 * half))
-        )
-    return total
+    step, low = (lane(builder, scales_C, 2 * load.group + i, load.count) for i in (0, 1))
+    return multiply_add(builder, codes, step, low)
