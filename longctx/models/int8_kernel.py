@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from llvmlite import ir
@@ -34,6 +35,9 @@ BLOCK_ROWS = 96
 UNIT_BYTES = 1 << 16
 """Weights of one unit where there is only one block of rows: long enough to be streamed."""
 
+_SPINS = 1000
+"""How often a thread looks whether the others have quantized their rows before it gives its core to others."""
+
 ARGS = np.dtype(
     [
         *((name, np.int64) for name in ("rows", "inputs", "outs", "groups", "activation", "panels_per_unit")),
@@ -55,11 +59,12 @@ SMALLEST = 2.0**-100
 (_ROWS, _OUTS), _ = TILES
 _many, _one = (make_tile(rows, outs) for rows, outs in TILES)
 _inlined = njit(inline="always", nogil=True)
+_give_way = types.ExternalFunction("sched_yield", int32())
 _int32_at, _byte_at = address_intrinsic(int32, ir.IntType(32)), address_intrinsic(int8, ir.IntType(8))
 
 
 @_inlined
-def _quantize_row(x, codes, scales, offsets, inputs, groups):
+def _quantize_row(x: int, codes: int, scales: int, offsets: int, inputs: int, groups: int) -> None:
     """One row's codes, group by group: x = code * scale. A value that is not finite makes its scale NaN."""
     values, bits, bytes_out = float_at(x), _int32_at(x), _byte_at(codes)
     for g in range(groups):
@@ -84,7 +89,7 @@ def _quantize_row(x, codes, scales, offsets, inputs, groups):
 
 
 @_inlined
-def _activate(x, inputs, activation):
+def _activate(x: int, inputs: int, activation: int) -> None:
     """act(left half) * right half, in the place of the left half."""
     values = float_at(x)
     for j in range(inputs):
@@ -98,7 +103,7 @@ def _activate(x, inputs, activation):
 
 
 @_inlined
-def _finish(tile, a, row, num_rows, first_out):
+def _finish(tile: int, a: Any, row: int, num_rows: int, first_out: int) -> None:
     """Outputs of a tile: times their weights' scales, plus the bias."""
     sums, scales = float_at(tile), float_at(a.weight_scales + 4 * first_out)
     bias = float_at(a.bias + 4 * first_out)
@@ -114,7 +119,7 @@ def _finish(tile, a, row, num_rows, first_out):
 
 
 @_inlined
-def _multiply(a, tile, first_row, end_row, panel):
+def _multiply(a: Any, tile: int, first_row: int, end_row: int, panel: int) -> None:
     """One panel's outputs of some rows."""
     padded = a.groups * GROUP
     weights = a.weights + panel * PANEL * padded
@@ -140,7 +145,7 @@ def product_kernel() -> int:
     have returned.
     """
 
-    def kernel(record):
+    def kernel(record: Any) -> None:
         a = carray(record, 1)[0]
         width = a.inputs if a.activation == PLAIN else 2 * a.inputs
         num_units = (a.rows + ROWS_PER_UNIT - 1) // ROWS_PER_UNIT
@@ -154,8 +159,11 @@ def product_kernel() -> int:
                     _activate(x, a.inputs, a.activation)
                 _quantize_row(x, a.codes + row * a.groups * GROUP, a.scales + at, a.offsets + at, a.inputs, a.groups)
             fetch_add(a.progress + 16, 1)
+        patience = _SPINS
         while fetch_add(a.progress + 16, 0) < num_units:
-            pass
+            patience -= 1
+            if patience < 0:
+                _give_way()
         tile = a.tiles + 4 * TILE_FLOATS * fetch_add(a.progress + 24, 1)
         panels = (a.outs + PANEL - 1) // PANEL
         chunks = (panels + a.panels_per_unit - 1) // a.panels_per_unit
@@ -171,6 +179,6 @@ def product_kernel() -> int:
                 _multiply(a, tile, first_row, end_row, panel)
 
     # numba knows a cached kernel by this name and by this file, not by the other files that it is made of.
-    sources = b"".join(Path(module.__file__).read_bytes() for module in (int8_tile, memory_numba))
+    sources = b"".join(Path(str(module.__file__)).read_bytes() for module in (int8_tile, memory_numba))
     kernel.__qualname__ = f"int8_product_{blake2b(sources, digest_size=6).hexdigest()}"
     return cfunc(types.void(types.CPointer(from_dtype(ARGS))), nopython=True, cache=True)(kernel).address

@@ -100,9 +100,7 @@ def quantize_linears(model: PreTrainedModel) -> PackReport:
     for linear in linears:
         if linear.weight.device.type != "cpu" or linear.weight.dtype != torch.float32:
             kind = f"{str(linear.weight.dtype).removeprefix('torch.')} on {linear.weight.device}"
-            raise ModelError(
-                f"int8 weights are for models computed in float32 on a CPU, not {kind}: leave --weights out"
-            )
+            raise ModelError(f"--weights int8 is for float32 on a CPU, not {kind}: leave it out")
     for in_features in sorted({linear.in_features for linear in linears}):
         if fault := _trial(in_features):
             raise ModelError(f"--weights int8 does not work on this machine: {fault}; leave it out")
