@@ -152,7 +152,7 @@ class Record:
     def timings(self) -> dict[str, float] | None:
         """The first finished choice's; None before."""
         end = next((c.finish for c in self.choices if c.finish is not None), None)
-        return None if end is None else dict(vars(end.timings))
+        return None if end is None else {name: round(value, 3) for name, value in vars(end.timings).items()}
 
     def to_json(self) -> dict[str, Any]:
         """The body of `GET /v1/requests/{id}`."""
@@ -166,8 +166,8 @@ class Record:
             "total": self.total,
             "cache": self.cached,
             "processed": self.processed,
-            "time_ms": self.time_ms,
-            "eta_ms": self.eta_ms,
+            "time_ms": round(self.time_ms, 3),
+            "eta_ms": None if self.eta_ms is None else round(self.eta_ms, 3),
             "queue_position": self.queue_position,
             "generated": self.generated,
             "num_choices": len(self.choices),

@@ -44,10 +44,10 @@ def timings_json(ends: Sequence[FinishEvent]) -> dict[str, float]:
     at the sum of them all."""
     timings = [end.timings for end in ends]
     return {
-        "queue_ms": min(t.queue_ms for t in timings),
-        "ttft_ms": min(t.ttft_ms for t in timings),
-        "prefill_tokens_per_s": max(t.prefill_tokens_per_s for t in timings),
-        "decode_tokens_per_s": sum(t.decode_tokens_per_s for t in timings),
+        "queue_ms": round(min(t.queue_ms for t in timings), 3),
+        "ttft_ms": round(min(t.ttft_ms for t in timings), 3),
+        "prefill_tokens_per_s": round(max(t.prefill_tokens_per_s for t in timings), 3),
+        "decode_tokens_per_s": round(sum(t.decode_tokens_per_s for t in timings), 3),
     }
 
 
@@ -57,8 +57,8 @@ def progress_json(choice: int, event: ProgressEvent) -> dict[str, Any]:
         "total": event.total,
         "cache": event.cached,
         "processed": event.processed,
-        "time_ms": event.time_ms,
-        "eta_ms": event.eta_ms,
+        "time_ms": round(event.time_ms, 3),
+        "eta_ms": None if event.eta_ms is None else round(event.eta_ms, 3),
         "stage": event.stage,
         "queue_position": event.queue_position,
         "index": choice,

@@ -79,6 +79,7 @@ class PageServer:
 
     def __init__(self) -> None:
         self.state: dict[str, Any] = {"engine": "ready", "draining": False, "loading": None, "last_failure": None}
+        self.longest_request = 32_768
         self.chat_template = True
         self.key: str | None = None
         self.plan: dict[str, Any] = PLAN
@@ -172,7 +173,7 @@ class PageServer:
         return JSONResponse({**body, "running_requests": self.registry.num_live}, 200 if ready else 503)
 
     async def _models(self) -> dict[str, Any]:
-        model = {"id": "some-model", "longest_request": 32_768, "kv_format": "fp32"}
+        model = {"id": "some-model", "longest_request": self.longest_request, "kv_format": "fp32"}
         return {"object": "list", "data": [model]}
 
     async def _requests(self) -> dict[str, Any]:

@@ -81,6 +81,7 @@ function showState(state) {
 
 async function learnModel() {
   const { data: [model] } = await askJson("/v1/models");
+  suggestLength(model.longest_request);
   const line = byId("model");
   line.replaceChildren(make("strong", "", model.id));
   line.append(` ${formatCount(model.longest_request)} tokens at most, KV ${model.kv_format}`);

@@ -13,6 +13,15 @@ function planBody() {
   return { tokens, concurrency: body.concurrency };
 }
 
+// Before anybody has written another length: the first plan should fit.
+function suggestLength(longest) {
+  const input = byId("plan-tokens");
+  const room = longest - byId("plan-max").valueAsNumber;
+  if (input.value !== input.defaultValue || room < 1 || parseTokens(input.value) <= room) return;
+  const fits = 2 ** Math.floor(Math.log2(room));
+  input.value = fits < 1024 ? `${fits}` : `${fits / 1024}K`;
+}
+
 async function showPlan(event) {
   event.preventDefault();
   byId("plan-send").disabled = true;

@@ -395,6 +395,12 @@ def test_what_a_model_or_client_writes_stays_text(open_page: Open, server: PageS
 # -- a plan ------------------------------------------------------------------------------------------------------------
 
 
+def test_the_first_plan_fits_the_model(open_page: Open, server: PageServer) -> None:
+    expect(open_page().locator("#plan-tokens")).to_have_value("8K")
+    for server.longest_request, length in ((8192, "4K"), (1000, "512")):
+        expect(open_page().locator("#plan-tokens")).to_have_value(length)
+
+
 def test_a_length_is_planned(open_page: Open, server: PageServer) -> None:
     page = open_page()
     page.locator("#plan-tokens").fill("131,072")
