@@ -101,12 +101,13 @@ def test_a_probe_sees_each_layer_once_per_position(folder: Path) -> None:
         assert seen[0, 5].shape == (spec.layers[0].num_heads, spec.layers[0].v_dim) and seen[0, 5].any()
 
 
-def test_engines_side_by_side_share_weights_and_nothing_else(folder: Path) -> None:
-    """They take turns on one model, whatever both are asked at once."""
+def test_engines_side_by_side_share_weights_and_nothing_else(tmp_path: Path) -> None:
+    """They take turns on one model, whatever both are asked at once: here one needs its long rope, the other not."""
+    folder = save_tiny(tmp_path / "tiny", "phi3_longrope", template=None, peaky=True)
     prompts = [random_ids(60, seed=i) for i in range(3)]
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     with LLM(str(folder), **OPTIONS) as llm, llm.beside(kv_format="int8", max_running=2) as other:
-        assert other.engine.loaded is llm.engine.loaded and other.engine.config.cache.block_tokens == 16
+        assert other.engine.loaded.model is llm.engine.loaded.model and other.engine.config.cache.block_tokens == 16
         assert other.engine.groups[0].key.k_format == "int8" and llm.engine.groups[0].key.k_format == "fp32"
         alone = [llm.score(ids).logprobs for ids in prompts]
         others = [list(other.start(ids, params)) for ids in prompts]
