@@ -11,7 +11,7 @@ import torch
 from longctx.attention.kernels import tiles_triton as tiles
 from longctx.attention.kernels.decode_triton import decode_kernel, merge_splits_kernel
 from longctx.attention.kernels.prefill_triton import prefill_kernel
-from longctx.attention.kernels.triton_launch import MERGE_ITEMS, arch_of, compute_type, layer_arguments, padded
+from longctx.attention.kernels.triton_launch import MERGE_ITEMS, OPTIONS, arch_of, layer_arguments, padded, products
 from longctx.attention.kernels.triton_table import decode_tile, prefill_tile
 from longctx.attention.span import AttnParams, DecodeBatch, Span
 from longctx.attention.state import AttnState, empty_state
@@ -77,7 +77,8 @@ class TritonBackend:
         out = torch.empty(num_tokens, num_heads, layer.v_dim, dtype=torch.float32, device=q_THD.device)
         lse = torch.empty(num_tokens, num_heads, dtype=torch.float32, device=q_THD.device)
         tensors, strides, constants = layer_arguments(layer)
-        tile = prefill_tile(arch_of(q_THD.device), q_THD.dtype, padded(max(layer.k_dim, layer.v_dim)))
+        pad = padded(max(layer.k_dim, layer.v_dim))
+        tile = prefill_tile(arch_of(q_THD.device), q_THD.dtype, layer.k_format.lossy or layer.v_format.lossy, pad)
         query_tiles = (start + num_tokens - 1) // tile.block_m - start // tile.block_m + 1
         prefill_kernel[(query_tiles, num_heads)](
             q_THD,
@@ -98,9 +99,10 @@ class TritonBackend:
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
             SOFTCAP=params.softcap is not None,
-            COMPUTE=compute_type(q_THD.dtype),
+            **products(q_THD.dtype, pad),
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
+            **OPTIONS,
         )
         return AttnState(out, lse)
 
@@ -109,7 +111,8 @@ class TritonBackend:
         num_kv_heads = layer.k.shape[1]
         group = num_heads // num_kv_heads
         q_RHD = q_RHD if q_RHD.stride(2) == 1 else q_RHD.contiguous()
-        tile = decode_tile(arch_of(q_RHD.device), q_RHD.dtype, padded(max(layer.k_dim, layer.v_dim)))
+        pad = padded(max(layer.k_dim, layer.v_dim))
+        tile = decode_tile(arch_of(q_RHD.device), q_RHD.dtype, layer.k_format.lossy or layer.v_format.lossy, pad)
         plan = self._plan(batch, params, tile.split, q_RHD.device)
         num_items = len(plan.item_row)
         partial, tops, totals = self._partials(num_items * num_heads, layer.v_dim, q_RHD.device)
@@ -137,13 +140,14 @@ class TritonBackend:
             SPLIT=tile.split,
             BLOCK_N=tile.block_n,
             SOFTCAP=params.softcap is not None,
-            COMPUTE=compute_type(q_RHD.dtype),
+            **products(q_RHD.dtype, pad),
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
+            **OPTIONS,
         )
         merge_splits_kernel[(num_rows, num_heads)](
             partial, tops, totals, plan.row_items, out, lse,
-            V_DIM=layer.v_dim, V_PAD=padded(layer.v_dim), BLOCK_I=MERGE_ITEMS, num_warps=4,
+            V_DIM=layer.v_dim, V_PAD=padded(layer.v_dim), BLOCK_I=MERGE_ITEMS, num_warps=4, **OPTIONS,
         )  # fmt: skip
         return AttnState(out, lse)
 

@@ -56,6 +56,7 @@ def decode_kernel(
     BLOCK_N: tl.constexpr,
     SOFTCAP: tl.constexpr,
     COMPUTE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Partial states of item and kv head (program ids 0 and 1): out [I, H, Dv] not divided, tops and totals [I, H].
 
@@ -92,7 +93,7 @@ def decode_kernel(
             k, k_scale, table, n0, seen_N, k_slot_stride, k_scale_slot_stride,
             K_KIND, K_DIM, K_PAD, PAGE, BLOCK_N, COMPUTE, True,
         )  # fmt: skip
-        product_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="tf32x3")
+        product_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION)
         if k_scale is not None and K_KIND != INT4:
             product_MN *= k_scale_N[None, :]
         score_MN = tl.where(seen_N[None, :], capped(product_MN, score_scale, cap, SOFTCAP), float("-inf"))
@@ -100,7 +101,7 @@ def decode_kernel(
             v, v_scale, table, n0, seen_N, v_slot_stride, v_scale_slot_stride,
             V_KIND, V_DIM, V_PAD, PAGE, BLOCK_N, COMPUTE, True,
         )  # fmt: skip
-        top_M, total_M, out_MD = fold(score_MN, v_ND, v_scale_N, top_M, total_M, out_MD, V_KIND, COMPUTE)
+        top_M, total_M, out_MD = fold(score_MN, v_ND, v_scale_N, top_M, total_M, out_MD, V_KIND, COMPUTE, PRECISION)
 
     at_M = item.to(tl.int64) * tl.num_programs(1) * GROUP + head_M
     store_rows(out + at_M * V_DIM, out_MD, in_group_M, V_KIND, V_DIM, V_PAD)

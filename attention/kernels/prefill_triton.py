@@ -21,7 +21,7 @@ def _attend_tile(
     window, sinks, local_chunk, score_scale, cap,
     K_KIND: tl.constexpr, V_KIND: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
     K_PAD: tl.constexpr, V_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
-    SOFTCAP: tl.constexpr, COMPUTE: tl.constexpr, MASKED: tl.constexpr,
+    SOFTCAP: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Fold keys n0 .. n0+N-1 into the state; with MASKED only those in [lo, hi) or below `sinks`, each row its own."""
     n_N = n0 + tl.arange(0, BLOCK_N)
@@ -30,7 +30,7 @@ def _attend_tile(
         k, k_scale, table, n0, live_N, k_slot_stride, k_scale_slot_stride,
         K_KIND, K_DIM, K_PAD, PAGE, BLOCK_N, COMPUTE, MASKED,
     )  # fmt: skip
-    product_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="tf32x3")
+    product_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION)
     if k_scale is not None and K_KIND != INT4:
         product_MN *= k_scale_N[None, :]
     score_MN = capped(product_MN, score_scale, cap, SOFTCAP)
@@ -43,7 +43,7 @@ def _attend_tile(
         v, v_scale, table, n0, live_N, v_slot_stride, v_scale_slot_stride,
         V_KIND, V_DIM, V_PAD, PAGE, BLOCK_N, COMPUTE, MASKED,
     )  # fmt: skip
-    return fold(score_MN, v_ND, v_scale_N, top_M, total_M, out_MD, V_KIND, COMPUTE)
+    return fold(score_MN, v_ND, v_scale_N, top_M, total_M, out_MD, V_KIND, COMPUTE, PRECISION)
 
 
 @triton.jit
@@ -87,6 +87,7 @@ def prefill_kernel(
     BLOCK_N: tl.constexpr,
     SOFTCAP: tl.constexpr,
     COMPUTE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """States of query tile and query head (program ids 0 and 1): out [T, H, Dv], lse [T, H] in natural logarithms.
 
@@ -128,7 +129,7 @@ def prefill_kernel(
             k, v, k_scale, v_scale, table,
             k_slot_stride, v_slot_stride, k_scale_slot_stride, v_scale_slot_stride,
             window, sinks, local_chunk, score_scale, cap,
-            K_KIND, V_KIND, K_DIM, V_DIM, K_PAD, V_PAD, PAGE, BLOCK_N, SOFTCAP, COMPUTE, False,
+            K_KIND, V_KIND, K_DIM, V_DIM, K_PAD, V_PAD, PAGE, BLOCK_N, SOFTCAP, COMPUTE, PRECISION, False,
         )  # fmt: skip
     low_tiles = whole_lo - tile_lo
     for i in range(sink_tiles + low_tiles + tile_hi - whole_hi):
@@ -140,7 +141,7 @@ def prefill_kernel(
             k, v, k_scale, v_scale, table,
             k_slot_stride, v_slot_stride, k_scale_slot_stride, v_scale_slot_stride,
             window, sinks, local_chunk, score_scale, cap,
-            K_KIND, V_KIND, K_DIM, V_DIM, K_PAD, V_PAD, PAGE, BLOCK_N, SOFTCAP, COMPUTE, True,
+            K_KIND, V_KIND, K_DIM, V_DIM, K_PAD, V_PAD, PAGE, BLOCK_N, SOFTCAP, COMPUTE, PRECISION, True,
         )  # fmt: skip
 
     empty_M = total_M == 0.0

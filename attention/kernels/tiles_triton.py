@@ -150,7 +150,17 @@ def capped(product_MN, score_scale, cap, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def fold(score_MN, v_ND, v_scale_N, top_M, total_M, out_MD, KIND: tl.constexpr, COMPUTE: tl.constexpr):
+def fold(
+    score_MN,
+    v_ND,
+    v_scale_N,
+    top_M,
+    total_M,
+    out_MD,
+    KIND: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """One more tile in the running softmax: (top, total, out), out not yet divided; scores in units of log2.
 
     A tile that is hidden from a row leaves its bits as they were.
@@ -168,7 +178,7 @@ def fold(score_MN, v_ND, v_scale_N, top_M, total_M, out_MD, KIND: tl.constexpr, 
             v_ND = (v_ND.to(tl.float32) * v_scale_N[:, None]).to(COMPUTE)
         else:
             weight_MN *= v_scale_N[None, :]
-    out_MD = tl.dot(weight_MN.to(COMPUTE), v_ND, out_MD, input_precision="tf32x3")
+    out_MD = tl.dot(weight_MN.to(COMPUTE), v_ND, out_MD, input_precision=PRECISION)
     return new_top_M, total_M, out_MD
 
 

@@ -24,6 +24,9 @@ KINDS = {
 }
 """How the kernels read each format."""
 
+OPTIONS = {"enable_fp_fusion": True}
+"""The compiler's options: multiply and add in one, which newer versions must be asked for."""
+
 MERGE_ITEMS = 32
 """Partial states that are merged at a time."""
 
@@ -41,11 +44,17 @@ def arch_of(device: torch.device) -> int:
     return max(arch for arch in (80, 90, 100) if arch <= max(major, 8) * 10)
 
 
-def compute_type(dtype: torch.dtype) -> tl.dtype:
-    """What products of queries in `dtype` are computed in. The interpreter's know no bf16, whose values fp32 holds."""
+def products(dtype: torch.dtype, pad: int) -> dict[str, Any]:
+    """How products are computed for queries in `dtype`: in which type, and fp32 how.
+
+    Three TF32 products make one of fp32; their parts of a query of 256 elements would not fit into registers. The
+    interpreter's products know no bf16, whose values fp32 holds.
+    """
+    if dtype == torch.float16:
+        return {"COMPUTE": tl.float16, "PRECISION": "ieee"}
     if dtype == torch.bfloat16 and not interpreted():
-        return tl.bfloat16
-    return tl.float16 if dtype == torch.float16 else tl.float32
+        return {"COMPUTE": tl.bfloat16, "PRECISION": "ieee"}
+    return {"COMPUTE": tl.float32, "PRECISION": "tf32x3" if pad <= 128 else "ieee"}
 
 
 def padded(size: int) -> int:

@@ -30,23 +30,28 @@ class PrefillTile:
     num_stages: int
 
 
-def decode_tile(arch: int, compute: torch.dtype, pad: int) -> DecodeTile:
-    """Constants of the decode kernel on `arch` (80, 90, 100) for the larger padded head dim of K and V."""
+def decode_tile(arch: int, compute: torch.dtype, codes: bool, pad: int) -> DecodeTile:
+    """Constants of the decode kernel on `arch` (80, 90, 100).
+
+    `compute` is the queries' dtype, `codes` whether keys or values are stored as codes, `pad` the larger padded head
+    dim of the two.
+    """
     if arch == INTERPRETER:
         return DecodeTile(256, 64, 4, 1)
     if compute == torch.float32:
-        return DecodeTile(512, 32, 4, 2)
+        return DecodeTile(512, 32 if pad <= 128 else 16, 4, 2)
     return DecodeTile(512, 64 if pad <= 128 else 32, 4, 3)
 
 
-def prefill_tile(arch: int, compute: torch.dtype, pad: int) -> PrefillTile:
-    """Constants of the prefill kernel, as for `decode_tile`."""
+def prefill_tile(arch: int, compute: torch.dtype, codes: bool, pad: int) -> PrefillTile:
+    """Constants of the prefill kernel, by the same names."""
     if arch == INTERPRETER:
         return PrefillTile(64, 64, 4, 1)
     if compute == torch.float32:
-        return PrefillTile(32, 32, 4, 2)
-    if pad <= 64:
-        return PrefillTile(128, 64, 4, 3)
-    if pad <= 128:
-        return PrefillTile(128, 64, 8, 3)
-    return PrefillTile(64, 64, 8, 2)
+        return PrefillTile(16 if pad > 128 else 32, 32, 8 if pad > 64 else 4, 2)
+    if pad > 128:
+        return PrefillTile(64, 32 if codes else 64, 8, 2)
+    if not codes:
+        return PrefillTile(128, 64, 4 if pad <= 64 else 8, 3)
+    # On sm_80 queries stay in registers, and half as many keys are decoded at a time.
+    return PrefillTile(128, 32 if arch == 80 and pad > 64 else 64, 8, 3)

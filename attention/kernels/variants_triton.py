@@ -9,7 +9,7 @@ import torch
 
 from longctx.attention.kernels.decode_triton import decode_kernel, merge_splits_kernel
 from longctx.attention.kernels.prefill_triton import prefill_kernel
-from longctx.attention.kernels.triton_launch import KINDS, MERGE_ITEMS, compute_type, padded
+from longctx.attention.kernels.triton_launch import KINDS, MERGE_ITEMS, OPTIONS, padded, products
 from longctx.attention.kernels.triton_table import decode_tile, prefill_tile
 from longctx.quant.formats import FORMATS
 from longctx.quant.kernel_variant import KernelVariant
@@ -45,7 +45,7 @@ def variants(arch: int) -> list[KernelVariant]:
 
 
 def _decode(arch: int, dim: int, fmt: str, compute: torch.dtype, softcap: bool) -> KernelVariant:
-    tile = decode_tile(arch, compute, padded(dim))
+    tile = decode_tile(arch, compute, FORMATS[fmt].lossy, padded(dim))
     constants = _constants(dim, fmt, compute, softcap)
     constants |= {"GROUP": 4, "GROUP_PAD": 16, "SPLIT": tile.split, "BLOCK_N": tile.block_n}
     pointers = {"tables": "*i64", "positions": "*i64", "item_row": "*i64", "item_split": "*i64"}
@@ -55,7 +55,7 @@ def _decode(arch: int, dim: int, fmt: str, compute: torch.dtype, softcap: bool) 
 
 
 def _prefill(arch: int, dim: int, fmt: str, compute: torch.dtype, softcap: bool) -> KernelVariant:
-    tile = prefill_tile(arch, compute, padded(dim))
+    tile = prefill_tile(arch, compute, FORMATS[fmt].lossy, padded(dim))
     constants = _constants(dim, fmt, compute, softcap)
     constants |= {"GROUP": 4, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
     pointers = {"table": "*i64", "out": "*fp32", "lse": "*fp32"}
@@ -69,7 +69,7 @@ def _merge(dim: int) -> KernelVariant:
     constants = {"V_DIM": dim, "V_PAD": padded(dim), "BLOCK_I": MERGE_ITEMS}
     signature |= dict.fromkeys(constants, "constexpr")
     signature = {name: signature[name] for name in merge_splits_kernel.arg_names}
-    return KernelVariant(f"merge splits {dim}", merge_splits_kernel, signature, constants)
+    return KernelVariant(f"merge splits {dim}", merge_splits_kernel, signature, constants, options=OPTIONS)
 
 
 def _constants(dim: int, fmt: str, compute: torch.dtype, softcap: bool) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def _constants(dim: int, fmt: str, compute: torch.dtype, softcap: bool) -> dict[
         "V_PAD": pad,
         "PAGE": PAGE,
         "SOFTCAP": softcap,
-        "COMPUTE": compute_type(compute),
+        **products(compute, pad),
     }
 
 
@@ -111,7 +111,7 @@ def _variant(
     signature |= dict.fromkeys(strides, "i64")
     # Whatever is left is a count or a position.
     signature = {name: signature.get(name, "i32") for name in kernel.arg_names}
-    return KernelVariant(name, kernel, signature, constants, num_warps, num_stages, divisible=strides)
+    return KernelVariant(name, kernel, signature, constants, num_warps, num_stages, strides, OPTIONS)
 
 
 def _strides(names: list[str]) -> Iterator[str]:

@@ -42,7 +42,7 @@ def test_logits_are_those_of_the_torch_backend(kind: str, fmt: str) -> None:
     assert (decoded_logits("triton", kind, fmt) - expected).abs().max() < tolerance
 
 
-@pytest.mark.parametrize(("kind", "fmt"), CASES[1:3])
+@pytest.mark.parametrize(("kind", "fmt"), CASES[:2])
 def test_logits_do_not_depend_on_the_chunk(kind: str, fmt: str) -> None:
     ids = random_ids(70, seed=3)
     whole, parts = (
