@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-PYTEST := $(BIN)/python -m pytest --numprocesses 2
+# Tests of one file share its servers and models, so they run in one process; the long files come first.
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 PYTEST_ARGS ?=
 # Live servers on a busy machine: what fails is tried once more, and named in the summary either way.
 RERUNS := --reruns 1 -rRf

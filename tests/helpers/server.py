@@ -54,6 +54,7 @@ class LiveServer:
         """`wait` until it is ready, or else, if `listening`, until it says where it listens."""
         self.model = str(model)
         self.name = Path(model).name
+        self.cache = cache
         # A key of the machine's owner is not the test's.
         inherited = {name: value for name, value in os.environ.items() if name != "LONGCTX_API_KEYS"}
         own = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "LONGCTX_CACHE": str(cache)}
@@ -173,6 +174,12 @@ def children_of(pid: int) -> list[int]:
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         found += [int(child) for child in task.read_text().split()]
     return found
+
+
+def engine_of(server: LiveServer) -> int:
+    """The process id of its engine."""
+    [engine] = [p for p in children_of(server.pid) if b"engine_process" in Path(f"/proc/{p}/cmdline").read_bytes()]
+    return engine
 
 
 def is_alive(pid: int) -> bool:

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,14 @@ from tests.helpers.tiny import random_ids
 
 # A server takes its seconds to start.
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("nothing_is_left")]
+
+
+@pytest.fixture(scope="module")
+def small(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """A server whose pool cannot hold what runs at a time."""
+    flags = ("--kv-memory", "6MiB", "--max-running", "4", "--log-format", "json")
+    with LiveServer(folder, *flags, cache=tmp_path_factory.mktemp("small")) as live:
+        yield live
 
 
 # -- B122: what was cached -------------------------------------------------------------------------------------------
@@ -59,14 +67,13 @@ def test_b122_cached_tokens_are_what_was_not_computed(live: LiveServer) -> None:
         assert cached_of(ask(random_ids(3000, seed=123))) < 10
 
 
-def test_b122_counts_stay_right_through_preemption_and_metrics_never_fall(start: Callable[..., LiveServer]) -> None:
+def test_b122_counts_stay_right_through_preemption_and_metrics_never_fall(small: LiveServer) -> None:
     """More requests than the pool holds: some are put back and computed again, which are no cached tokens."""
-    server = start("--kv-memory", "6MiB", "--max-running", "4")
     seen: list[dict[str, float]] = []
     done = threading.Event()
 
     def scrape() -> None:
-        with server.client() as client:
+        with small.client() as client:
             while not done.is_set():
                 seen.append(
                     {k: v for k, v in metrics(client).items() if k.split("{")[0].endswith(("_total", "_count"))}
@@ -74,8 +81,8 @@ def test_b122_counts_stay_right_through_preemption_and_metrics_never_fall(start:
                 time.sleep(0.05)
 
     def ask(seed: int) -> None:
-        body = {"prompt": random_ids(1500, seed=seed), "max_tokens": 2500, "ignore_eos": True}
-        with server.client(timeout=300) as client:
+        body = {"prompt": random_ids(1500, seed=seed), "max_tokens": 1500, "ignore_eos": True}
+        with small.client(timeout=300) as client:
             usages.append(client.post("/v1/completions", json=body).json()["usage"])
 
     usages: list[dict[str, Any]] = []
@@ -89,8 +96,8 @@ def test_b122_counts_stay_right_through_preemption_and_metrics_never_fall(start:
     done.set()
     scraper.join()
     assert [cached_of(usage) for usage in usages] == [0] * 4
-    assert [usage["completion_tokens"] for usage in usages] == [2500] * 4
-    with server.client() as client:
+    assert [usage["completion_tokens"] for usage in usages] == [1500] * 4
+    with small.client() as client:
         assert metrics(client)["longctx_preemptions_total"] > 0, "nothing was preempted: the pool is too large"
     for before, after in itertools.pairwise(seen):
         fell = {name for name, value in before.items() if after[name] < value}
@@ -100,15 +107,14 @@ def test_b122_counts_stay_right_through_preemption_and_metrics_never_fall(start:
 # -- B143: growth ----------------------------------------------------------------------------------------------------
 
 
-def test_b143_memory_does_not_grow_with_requests(start: Callable[..., LiveServer]) -> None:
+def test_b143_memory_does_not_grow_with_requests(small: LiveServer) -> None:
     """sgl-project/sglang#6914: the host memory of the scheduler grows with every request.
 
     Ends, errors, cancels and disconnects, mixed; after a warm-up that fills what is bounded.
     """
-    server = start("--kv-memory", "8MiB", "--log-format", "json")
 
     def mixed(count: int) -> None:
-        with server.client() as client:
+        with small.client() as client:
             for i in range(count):
                 kind = i % 10
                 if kind < 6:
@@ -125,17 +131,17 @@ def test_b143_memory_does_not_grow_with_requests(start: Callable[..., LiveServer
                     assert client.get(f"/v1/requests/none-{i}").status_code == 404
 
     def settle() -> tuple[int, ...]:
-        with server.client() as client:
+        with small.client() as client:
             until(lambda: client.get("/health").json()["running_requests"] == 0)
             until(lambda: metrics(client)['longctx_kv_bytes{state="held",tier="g1"}'] == 0)
-        return tuple(map(rss_bytes, (server.pid, *children_of(server.pid))))
+        return tuple(map(rss_bytes, (small.pid, *children_of(small.pid))))
 
-    mixed(1000)
+    mixed(500)
     before = settle()
-    mixed(3000)
+    mixed(1500)
     after = settle()
     growth = [b - a for a, b in zip(before, after, strict=True)]
-    assert sum(growth) < 3000 * 1000 + 2**20, growth
+    assert sum(growth) < 1500 * 1000 + 2**20, growth
 
 
 def test_b143_no_request_is_remembered_when_nothing_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
