@@ -21,7 +21,7 @@ WINDOWS = 4
 MOST_GROWTH = 2.0
 """The last window's mean KL may be so many times the first's: more is compounding."""
 
-MOST_KL, LEAST_TOP1 = 0.01, 0.98
+MOST_KL, LEAST_TOP1 = 0.01, 0.95
 """What a suggested format may cost: the mean KL in nats, and how often the likeliest token is the same."""
 
 _CURVE_POINTS = 64

@@ -43,7 +43,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @contextmanager
 def exact(folder: Path) -> Iterator[LLMTarget]:
     with LLM(str(folder), kv_format="fp32", **OPTIONS) as llm:
-        yield LLMTarget(llm, str(folder))
+        yield LLMTarget(llm, str(folder), options=OPTIONS)
 
 
 def drift(folder: Path, *formats: str, **job: Any) -> dict[str, Any]:
@@ -96,6 +96,16 @@ def test_a_wrong_scale_is_a_large_drift_that_grows(llama: Path, monkeypatch: pyt
     assert cell["kl_decoded"]["mean"] > 30 * right["kl_decoded"]["mean"]
     assert cell["compounds"] and not right["compounds"] and cell["growth"] > 2
     assert report["suggested"]["kv_format"] is None and "compounds" in table_text(report)
+
+
+def test_weights_are_compared_by_themselves_and_with_a_format(llama: Path) -> None:
+    """Another load of the model, over which each format has an engine; exact is whole weights and fp32 KV."""
+    report = drift(llama, "fp32", "int8", weights="int8", control="none", lengths=(128,))
+    alone, both = report["cells"]
+    assert (alone["stored"], alone["weights"]) == ("fp32", "int8") and report["config"]["weight_mode"] == "plain"
+    assert 1e-6 < alone["kl"]["mean"] < 1e-2 and both["kl"]["mean"] != alone["kl"]["mean"]
+    measured = load_notes(NoteKey(report["config"]["weights"], "", "int8", "int8"))
+    assert [m.tokens for m in measured] == [128] and measured[0].kl == both["kl"]["mean"]
 
 
 def test_a_format_without_numbers_is_reported_and_asked_nothing(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
