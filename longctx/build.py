@@ -15,6 +15,7 @@ from longctx.config import CacheConfig, EngineConfig, LoadConfig
 from longctx.engine import Engine, backends_for
 from longctx.errors import EngineError, LongctxError
 from longctx.events import FinishEvent
+from longctx.kv.factors import KeyFactors
 from longctx.kv.groups import LayerGroup, formats_text, make_groups
 from longctx.kv.memory import Fixed, MemoryWords, check_machine, fixed_for, kv_memory_for
 from longctx.kv.partition import Partition, PoolShape, ceil_div, partition
@@ -127,7 +128,20 @@ def assemble(config: EngineConfig, loaded: LoadedModel, rates: Rates, *, kv_toke
     for report in (prepare(loaded.model), fuse(loaded.model)):
         log.info("%s", report)
     machine.trim_heap()
-    return Engine(config, loaded, groups, part, fixed, rates)
+    factors = _key_factors(config.cache, spec, groups, loaded.model.device)
+    return Engine(config, loaded, groups, part, fixed, rates, factors)
+
+
+def _key_factors(
+    cache: CacheConfig, spec: ModelSpec, groups: Sequence[LayerGroup], device: torch.device
+) -> KeyFactors | None:
+    """The config's key factors for the layers that they can help."""
+    if cache.kv_factors is None:
+        return None
+    factors = KeyFactors.load(cache.kv_factors, spec.layers).for_lossy(groups, device)
+    if factors is None:
+        log.warning("the key factors %s are not used: all keys are stored exactly", cache.kv_factors)
+    return factors
 
 
 def size_pool(cache: CacheConfig, shape: PoolShape, fixed: Fixed) -> Partition:

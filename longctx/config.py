@@ -46,10 +46,12 @@ class CacheConfig:
     """The KV cache in device memory (G1). Sizes in bytes; None is "auto".
 
     `kv_memory` is the pool itself; `device_memory` is everything on the device (weights, workspace, pool);
-    `memory_fraction` is the pool's share of what is free after weights and workspace.
+    `memory_fraction` is the pool's share of what is free after weights and workspace. `kv_factors` is a file that
+    `LLM.calibrate_kv` made.
     """
 
     kv_format: str = "auto"
+    kv_factors: str | None = None
     kv_memory: int | None = None
     device_memory: int | None = None
     memory_fraction: float | None = None

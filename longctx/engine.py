@@ -20,6 +20,7 @@ from longctx.errors import EngineError, LongctxError, RequestError
 from longctx.events import Event
 from longctx.kv.budget import Demand, Plan, plan
 from longctx.kv.cache import CacheStats, KVCache
+from longctx.kv.factors import KeyFactors
 from longctx.kv.groups import LayerGroup, formats_text
 from longctx.kv.memory import Fixed
 from longctx.kv.partition import Partition, admit, admit_score
@@ -64,6 +65,7 @@ class Engine:
         partition: Partition,
         fixed: Fixed,
         rates: Rates,
+        factors: KeyFactors | None = None,
     ):
         spec, block_tokens = loaded.spec, config.cache.block_tokens
         self.config = config
@@ -84,6 +86,7 @@ class Engine:
         self.runner = Runner(
             loaded.model, spec, groups, partition.num_slots, backends, loaded.vocab_limit, turn=loaded.turn
         )
+        self.runner.keys = factors
         self.on_progress: Callable[[Event], None] | None = None
         self.last_step: StepSpec | None = None
         self._key_space = KeySpace(
@@ -91,7 +94,7 @@ class Engine:
             config_digest=_config_digest(loaded.model.config),
             dtype=spec.dtype,
             weight_mode=spec.weights,
-            formats=(formats_text(groups),),
+            formats=(formats_text(groups), *(() if factors is None else (factors.digest,))),
             block_tokens=block_tokens,
             attention_variant=config.variant.key,
         )

@@ -13,6 +13,7 @@ from longctx.attention.attend import attend, merge_sink
 from longctx.attention.registry import Backends
 from longctx.attention.span import AttnParams, DecodeBatch, KVView, prefill_spans
 from longctx.attention.state import AttnState
+from longctx.kv.factors import KeyTransform
 from longctx.kv.storage import KVStorage
 from longctx.models.spec import LayerSpec
 from longctx.parallel.group import Group
@@ -39,7 +40,7 @@ class ForwardPlan:
     Every layer first stores its new keys and values, then attends to what is stored, so a logit never depends on
     whether a key was computed in this step or long ago. `on_layer(fraction)` is called after each layer with the share
     of layers done; it may raise to abandon the step. `on_attention` sees each layer's result before anything is made
-    of it.
+    of it. `keys` changes keys before they are stored, and queries to match.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class ForwardPlan:
         group: Group,
         on_layer: Callable[[float], None] | None = None,
         on_attention: OnAttention | None = None,
+        keys: KeyTransform | None = None,
     ):
         self._layers = layers
         self._storage = storage
@@ -59,6 +61,7 @@ class ForwardPlan:
         self._group = group
         self._on_layer = on_layer
         self._on_attention = on_attention
+        self._keys = keys
         self._done = 0
         offsets = np.cumsum([0, *(row.n for row in rows)])
         decodes = [backends.decode is not None and row.n == 1 and row.start >= row.num_prompt_tokens for row in rows]
@@ -107,6 +110,8 @@ class ForwardPlan:
         assert (sink_H is not None) == spec.has_sink
         group, kv = self._storage.layer(layer)
         plan = self._groups[group]
+        if self._keys is not None:
+            q_HTD, k_KTD = self._keys.apply(layer, q_HTD, k_KTD)
         store_tokens(kv, plan.slots_T, plan.rows_T, k_KTD, v_KTD)
         params = AttnParams(spec.scale, spec.window, spec.softcap, spec.sinks, spec.local_chunk)
         q_THD = q_HTD.transpose(0, 1)

@@ -20,6 +20,7 @@ from longctx.errors import EngineError, LongctxError, QueueFullError, RequestErr
 from longctx.events import Event, FinishEvent, PromptLogprobs, Timings, TokenEvent, TokenLogprobs, Usage
 from longctx.forward import OnAttention
 from longctx.kv.budget import Plan
+from longctx.kv.factors import KeyFactors, KeyStatistics
 from longctx.loop import EngineLoop, Subscription
 from longctx.models.tokenizer import encode_chat, encode_prompt
 from longctx.params import SamplingParams
@@ -219,6 +220,21 @@ class LLM:
             yield
         finally:
             self.engine.runner.on_attention = None
+
+    def calibrate_kv(self, token_ids: Sequence[int]) -> KeyFactors:
+        """Key factors from a text of the kind that will be served: `save` them and give the file as `kv_factors`.
+
+        A lossy format then loses less where a model has channels of keys that are always large. Run it on exact keys
+        (`kv_format="auto"`), with no other request beside it.
+        """
+        runner = self.engine.runner
+        usual, statistics = runner.keys, KeyStatistics(runner.keys)
+        runner.keys = statistics
+        try:
+            self.score(token_ids)
+        finally:
+            runner.keys = usual
+        return statistics.factors()
 
     def close(self) -> None:
         """Stop the engine's thread and keep the step times it learned; open requests are cancelled."""

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from longctx.attention.registry import Backends
 from longctx.forward import ForwardPlan, OnAttention
+from longctx.kv.factors import KeyTransform
 from longctx.kv.groups import LayerGroup
 from longctx.kv.storage import KVStorage
 from longctx.logprobs import logprob_rows, token_logprobs
@@ -30,8 +31,9 @@ class Runner:
     """Owns the model and the pools' memory. `run` may be repeated: a step writes the same bytes every time.
 
     `vocab_limit`: token ids from it on are padding of the weights and are never sampled. `backends` may be replaced
-    between steps, as a probe does that times them. `on_attention`, if set, sees every layer's attention output. Runners
-    of one model take `turn` about: its modules know one step at a time.
+    between steps, as a probe does that times them. `on_attention`, if set, sees every layer's attention output;
+    `keys` changes keys before they are stored. Runners of one model take `turn` about: its modules know one step at a
+    time.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Runner:
         self._group = group or SoloGroup()
         self._turn = turn or threading.Lock()
         self.on_attention: OnAttention | None = None
+        self.keys: KeyTransform | None = None
         self.storage = KVStorage(groups, num_slots, model.device)
 
     @torch.inference_mode()
@@ -74,6 +77,7 @@ class Runner:
             self._group,
             on_layer,
             self.on_attention,
+            self.keys,
         )
         kept, where = _logit_rows(step.rows)
         with self._turn:

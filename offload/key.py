@@ -23,7 +23,7 @@ class KeySpace:
 
     `weights_digest` identifies the weights by content, never by a served name; `config_digest` (see `digest_of`) what
     the forward pass takes from the configuration: rope theta and scaling, windows, soft-caps, attention scales.
-    `formats` say how every layer's K and V are stored.
+    `formats` say how every layer's K and V are stored, and with which key factors.
     """
 
     weights_digest: str

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from longctx.cli.kv_options import KVFactors, KVFormat
 from longctx.cli.out import new_file
 from longctx.cli.progress import say, stderr_console
 from longctx.cli.variant import LocalChunk, Sinks, Variant, Window, variant_options
@@ -44,7 +45,8 @@ def bench(
     profile: Annotated[bool, typer.Option("--profile", help="also say where the time of a step goes")] = False,
     max_model_len: Annotated[str | None, typer.Option(metavar="N", help="the longest request, such as 128K")] = None,
     chunk_tokens: Annotated[str | None, typer.Option(metavar="N", help="prompt tokens per step; fixes it")] = None,
-    kv_format: Annotated[str, typer.Option(help="how the cache is stored")] = "auto",
+    kv_format: KVFormat = "auto",
+    kv_factors: KVFactors = None,
     attention: Annotated[
         str, typer.Option(metavar="auto|torch|numba|triton", help="what computes attention; auto is the fastest there")
     ] = "auto",
@@ -71,6 +73,7 @@ def bench(
         "chunk_tokens": None if chunk_tokens is None else parse_tokens(chunk_tokens, "--chunk-tokens"),
         "kv_memory": None if kv_memory is None else parse_bytes(kv_memory, "--kv-memory"),
         "kv_format": kv_format,
+        "kv_factors": kv_factors,
         "attention": attention,
         "dtype": dtype,
         "weights": weights,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from longctx.cli.kv_options import KVFormat
 from longctx.cli.variant import LocalChunk, Sinks, Variant, Window, variant_options
 from longctx.errors import LongctxError
 from longctx.units import format_bytes, format_seconds, format_tokens, parse_bytes, parse_rate, parse_tokens
@@ -53,7 +54,7 @@ def plan(
     weight_bytes: Annotated[
         str | None, typer.Option(metavar="SIZE", help="with --geometry: weights and buffers, such as 140GB")
     ] = None,
-    kv_format: Annotated[str, typer.Option(help="how the cache is stored; auto is the model's dtype")] = "auto",
+    kv_format: KVFormat = "auto",
     variant: Variant = "exact",
     window: Window = None,
     sinks: Sinks = None,

@@ -13,6 +13,7 @@ import typer
 
 from longctx.cli.batch import BatchJob, run_batch
 from longctx.cli.interrupt import cancelling_on_interrupt
+from longctx.cli.kv_options import KVFactors, KVFormat
 from longctx.cli.progress import JobProgress, LoadProgress, Meter, say, stderr_console
 from longctx.cli.prompt import checked_text, read_prompt
 from longctx.cli.report import Answer, json_report, plan_line, usage_line
@@ -81,7 +82,8 @@ def run(
     chunk_tokens: Annotated[str | None, typer.Option(metavar="N", help="prompt tokens per step; fixes it")] = None,
     max_model_len: Annotated[str | None, typer.Option(metavar="N", help="the longest request, such as 128K")] = None,
     rope_scaling: Annotated[str | None, typer.Option(metavar="yarn|linear", help="beyond a model's positions")] = None,
-    kv_format: Annotated[str, typer.Option(help="how the cache is stored")] = "auto",
+    kv_format: KVFormat = "auto",
+    kv_factors: KVFactors = None,
     attention: Annotated[
         str, typer.Option(metavar="auto|torch|numba|triton", help="what computes attention; auto is the fastest there")
     ] = "auto",
@@ -134,6 +136,7 @@ def run(
         "max_model_len": None if max_model_len is None else parse_tokens(max_model_len, "--max-model-len"),
         "rope_scaling": rope_scaling,
         "kv_format": kv_format,
+        "kv_factors": kv_factors,
         "attention": attention,
         "kv_memory": None if kv_memory is None else parse_bytes(kv_memory, "--kv-memory"),
         "device_memory": None if device_memory is None else parse_bytes(device_memory, "--device-memory"),

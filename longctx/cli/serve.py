@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from longctx.cli.kv_options import KVFactors, KVFormat
 from longctx.cli.variant import LocalChunk, Sinks, Variant, Window, variant_options
 from longctx.config import EngineConfig
 from longctx.errors import LongctxError
@@ -66,7 +67,8 @@ def serve(
     chunk_tokens: Annotated[str | None, typer.Option(metavar="N", help="prompt tokens per step; fixes it")] = None,
     max_model_len: Annotated[str | None, typer.Option(metavar="N", help="the longest request, such as 128K")] = None,
     rope_scaling: Annotated[str | None, typer.Option(metavar="yarn|linear", help="beyond a model's positions")] = None,
-    kv_format: Annotated[str, typer.Option(help="how the cache is stored")] = "auto",
+    kv_format: KVFormat = "auto",
+    kv_factors: KVFactors = None,
     attention: Annotated[
         str, typer.Option(metavar="auto|torch|numba|triton", help="what computes attention; auto is the fastest there")
     ] = "auto",
@@ -95,6 +97,7 @@ def serve(
         max_model_len=None if max_model_len is None else parse_tokens(max_model_len, "--max-model-len"),
         rope_scaling=rope_scaling,
         kv_format=kv_format,
+        kv_factors=kv_factors,
         attention=attention,
         kv_memory=None if kv_memory is None else parse_bytes(kv_memory, "--kv-memory"),
         device_memory=None if device_memory is None else parse_bytes(device_memory, "--device-memory"),
