@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 from collections.abc import Iterable
@@ -26,7 +27,11 @@ _IGNORED = re.compile(r"rotary_emb\.inv_freq$")
 # Gemma 3's picture-and-text checkpoints hold the language model under a prefix, in two historical spellings.
 _PICTURE_PARTS = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector)\.")
 _TEXT_PREFIX = re.compile(r"^(?:model\.language_model\.|language_model\.model\.)")
+# Fixed scales for a quantized cache, as several tools name them.
+_KV_SCALES = re.compile(r"self_attn\.(?:\w+\.)*(?:k|v|kv)_(?:scale|zero_point)$|self_attn\.[kv]_proj\.output_scale$")
 _SHOWN_NAMES = 6
+
+log = logging.getLogger(__name__)
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -131,7 +136,17 @@ def _load_by_transformers(folder: Path, config: PreTrainedConfig, dtype: torch.d
 def _refuse(
     folder: Path, config: PreTrainedConfig, missing: Iterable[str], unexpected: Iterable[str], wrong: Iterable[str]
 ) -> None:
-    problems = describe_mismatch(missing, unexpected, wrong)
+    names = list(unexpected)
+    scales = [name for name in names if _KV_SCALES.search(name)]
+    quantization = getattr(config, "quantization_config", None)
+    if scales or (isinstance(quantization, dict) and quantization.get("kv_cache_scheme")):
+        # Whatever their values are: none of them reaches a key or a value.
+        log.warning(
+            "%s brings scales for a quantized cache (%s): not used, a lossy format computes its own for every token",
+            folder,
+            sorted(scales)[0] if scales else "kv_cache_scheme",
+        )
+    problems = describe_mismatch(missing, set(names).difference(scales), wrong)
     if problems:
         raise ModelError(f"the weights in {folder} do not fit a {config.model_type} model; {problems}")
 

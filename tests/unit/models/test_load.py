@@ -63,6 +63,34 @@ def test_renamed_and_missing_tensors_are_named(kind: str, tmp_path: Path) -> Non
         load_model(path)
 
 
+@pytest.mark.parametrize(
+    "suffixes",
+    [
+        ["k_scale", "v_scale"],
+        ["k_proj.k_scale"],
+        ["attn.v_scale"],
+        ["kv_scale"],
+        ["k_proj.output_scale", "v_proj.output_scale"],
+        [],
+    ],
+)
+def test_scales_for_a_quantized_cache_are_said_to_be_unused(
+    suffixes: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """B52, B53: scales that came with a checkpoint crashed the loader, or were read and not used, or were no numbers
+    (vllm-project/vllm#46264; sgl-project/sglang#20705, #31224, #40243): scales here are each token's own."""
+    model = make_tiny("llama")
+    scales = {f"model.layers.{i}.self_attn.{s}": torch.tensor(float("nan")) for s in suffixes for i in range(2)}
+    loaded = load_model(save(tmp_path / "m", model, {**model.state_dict(), **scales}))
+    assert torch.equal(hf_logits(loaded.model, random_ids(9)), hf_logits(model, random_ids(9)))
+    warnings = [record.getMessage() for record in caplog.records if "scales for a quantized cache" in record.message]
+    assert len(warnings) == (1 if suffixes else 0)
+    assert all(f"(model.layers.0.self_attn.{sorted(suffixes)[0]}): not used" in line for line in warnings)
+    other = {**model.state_dict(), "model.layers.0.self_attn.q_scale": torch.ones(1)}
+    with pytest.raises(ModelError, match=r"unexpected: model\.layers\.0\.self_attn\.q_scale"):
+        load_model(save(tmp_path / "n", model, other))
+
+
 def test_wrong_shapes_are_named(tmp_path: Path) -> None:
     model = make_tiny("llama")
     tensors = {**model.state_dict(), "model.norm.weight": torch.ones(32)}
