@@ -304,32 +304,38 @@ def format_constants(k_format: KVFormat, v_format: KVFormat, k_dim: int, v_dim: 
 
 
 def variants(arch: int) -> list[KernelVariant]:
-    """Every format and head dim in bf16, one head dim in fp32 and fp16, and keys stored otherwise than values."""
+    """Every format from and to bf16 at all padded head dims and a ragged one; from fp32 and fp16; and mixtures."""
     del arch  # nothing here depends on it
-    cases = [(kind, fmt, fmt, dim, dim) for kind, dims in _ENUMERATED.items() for fmt in FORMATS for dim in dims]
+    cases = [("bf16", fmt, fmt, dim, dim) for fmt in FORMATS for dim in (64, 80, 128, 256)]
+    cases += [(kind, fmt, fmt, 128, 128) for kind in ("fp32", "fp16") for fmt in (kind, "fp8_e4m3", "int8", "int4")]
     cases += [("bf16", "fp8_e4m3", "int4", 128, 128), ("bf16", "bf16", "int8", 192, 128)]
+    return [variant for case in cases for variant in _both(*case)]
+
+
+def _both(kind: str, k_name: str, v_name: str, k_dim: int, v_dim: int) -> list[KernelVariant]:
+    """Storing and gathering as the launchers do it."""
+    k_format, v_format = FORMATS[k_name], FORMATS[v_name]
+    constants = format_constants(k_format, v_format, k_dim, v_dim)
+    pools = [_pointer(k_format), _pointer(v_format), _scale_pointer(k_format), _scale_pointer(v_format)]
+    x, slot_strides = _POINTERS[kind], ["i64"] * 4
+    store = [x, x, *pools, "*i64", "*i64", "i32", "i32", "i64", "i32", "i64", "i32", *slot_strides]
+    gather = [*pools, "*i64", x, x, "i32", "i32", "i32", "i32", *slot_strides, "i64", "i32", "i64", "i32"]
+    divisible = ("k_slot_stride", "v_slot_stride", "k_scale_slot_stride", "v_scale_slot_stride", "block_tokens")
     found = []
-    for kind, k_name, v_name, k_dim, v_dim in cases:
-        k_format, v_format = FORMATS[k_name], FORMATS[v_name]
-        shared = format_constants(k_format, v_format, k_dim, v_dim)
-        pools = [_pointer(k_format), _pointer(v_format), _scale_pointer(k_format), _scale_pointer(v_format)]
-        x = _POINTERS[kind]
-        slot_strides = ["i64"] * 4
-        divisible = ("k_slot_stride", "v_slot_stride", "k_scale_slot_stride", "v_scale_slot_stride", "block_tokens")
-        store = [x, x, *pools, "*i64", "*i64", "i32", "i32", "i64", "i32", "i64", "i32", *slot_strides]
-        gather = [*pools, "*i64", x, x, "i32", "i32", "i32", "i32", *slot_strides, "i64", "i32", "i64", "i32"]
-        for fn, types, constants in (
-            (_store_kernel, store, {"IN": kind} | shared),
-            (_gather_kernel, gather, {"OUT": kind} | shared),
-        ):
-            names = fn.arg_names
-            signature = dict(zip(names, types + ["constexpr"] * (len(names) - len(types)), strict=True))
-            name = fn.__name__.strip("_").removesuffix("_kernel")
-            found.append(KernelVariant(name, fn, signature, constants, divisible=divisible, options=OPTIONS))
+    for name, fn, types, word in (("store", _store_kernel, store, "IN"), ("gather", _gather_kernel, gather, "OUT")):
+        names = fn.arg_names
+        signature = dict(zip(names, types + ["constexpr"] * (len(names) - len(types)), strict=True))
+        found.append(
+            KernelVariant(
+                f"{name} {k_name}" + (f" {v_name}" if v_name != k_name else ""),
+                fn,
+                signature,
+                {word: kind} | constants,
+                divisible=divisible,
+                options=OPTIONS,
+            )
+        )
     return found
-
-
-_ENUMERATED = {"bf16": (64, 80, 96, 128, 256), "fp32": (128,), "fp16": (128,)}
 
 
 def _pointer(fmt: KVFormat) -> str:

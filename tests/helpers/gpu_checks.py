@@ -1,26 +1,31 @@
-"""What must hold on a CUDA device: plain functions for pytest and for `tools/gpu_check.py`, which needs no pytest."""
+"""What must hold on a CUDA device: plain functions for pytest and for `tools/gpu_check.py`, which needs no pytest.
+
+On "cpu" the same functions try themselves; Triton's kernels then run in its interpreter.
+"""
 
 # Shape legend: T query tokens, S stored tokens, H query heads, K kv heads, D head dim.
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
 from longctx.attention.naive import naive_state
+from longctx.attention.registry import BACKENDS, pick_backends, why_unavailable
 from longctx.attention.span import AttnParams
-from longctx.attention.state import AttnState
-from longctx.attention.torch_backend import TorchBackend
+from longctx.attention.state import AttnState, merge
+from longctx.quant.formats import FORMATS
+from longctx.quant.store import gather_tokens, store_tokens
 from tests.helpers.attention import assert_close, decode, prefill, random_sequence
 from tests.helpers.engine import generate, make_engine, score_all
+from tests.helpers.storage import BLOCK, assert_same_layer, hard_vectors, poisoned_layer, same_bits
 from tests.helpers.tiny import hf_logits, hf_logits64, make_tiny, random_ids
 
-ATTENTION_TOLERANCE = 3e-5
-"""Relative and absolute; products in fp32 add up in an order that is the device's own."""
+TOLERANCE = {torch.float32: 3e-5, torch.bfloat16: 2e-2}
+"""Relative and absolute, by the queries' dtype: products add up in an order that is the device's own, and with bf16
+queries weights are rounded to bf16 before they meet the values."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +39,13 @@ class AttentionCase:
     window: int | None = None
     softcap: float | None = None
     fmt: str = "fp32"
+    dtype: torch.dtype = torch.float32
+    tokens: int = 2500
 
     def __str__(self) -> str:
         parts = [f"{self.heads}/{self.kv_heads} heads of {self.dim}", self.fmt]
         parts += [f"{name} {value}" for name in ("v_dim", "window", "softcap") if (value := getattr(self, name))]
-        return ", ".join(parts)
+        return ", ".join(parts) + (", bf16 queries" if self.dtype == torch.bfloat16 else "")
 
 
 ATTENTION_CASES = (
@@ -49,39 +56,109 @@ ATTENTION_CASES = (
     AttentionCase(8, 4, 32, softcap=5.0),
     AttentionCase(8, 4, 32, window=100, softcap=20.0),
     AttentionCase(6, 2, 24, v_dim=16, window=77),
-    AttentionCase(9, 3, 64, fmt="bf16"),
     AttentionCase(9, 3, 64, window=512, fmt="fp16"),
+    *(AttentionCase(8, 1, 80, fmt=fmt) for fmt in FORMATS if fmt != "fp32"),
+    *(AttentionCase(32, 8, 128, fmt=fmt, dtype=torch.bfloat16) for fmt in FORMATS if fmt != "fp32"),
+    AttentionCase(16, 8, 256, window=512, softcap=50.0, fmt="int8", dtype=torch.bfloat16),
 )
+
+INTERPRETER_CASES = (
+    AttentionCase(4, 1, 64, window=33, fmt="bf16", tokens=150),
+    AttentionCase(3, 1, 80, fmt="fp8_e4m3", tokens=150),
+    AttentionCase(4, 2, 128, softcap=20.0, fmt="int8", tokens=150),
+    AttentionCase(2, 2, 96, fmt="int4", tokens=150),
+)
+"""Few and small: the interpreter takes a millisecond for what a GPU does in one of its clock's ticks."""
 
 ENGINE_KINDS = ("llama", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3_longrope", "llama_dynamic", "gpt_oss")
 """Windows, soft-caps, sinks, rope regimes, tied heads: what a device move could break."""
 
+LOSSY_ENGINES = (*(("llama", fmt) for fmt in FORMATS if FORMATS[fmt].lossy), ("gemma3_text", "int8"))
 
-def check_attention(case: AttentionCase, device: str) -> None:
+
+def gpu_backends(device: str) -> list[str]:
+    """The backends that a GPU's user could choose and that run on `device`."""
+    return [name for name in BACKENDS if name != "numba" and why_unavailable(name, device) is None]
+
+
+def check_attention(case: AttentionCase, backend: str, device: str) -> None:
     """Prefill whole, prefill in chunks and decode beside attention in float64; unwritten rows hold NaN."""
     torch.manual_seed(0)
-    sequence = random_sequence(2500, case.kv_heads, case.dim, case.v_dim, device=device, fmt=case.fmt)
+    backends = pick_backends(device, backend)
+    decoder = backends.decode or backends.prefill
+    sequence = random_sequence(case.tokens, case.kv_heads, case.dim, case.v_dim, device=device, fmt=case.fmt)
     params = AttnParams(case.dim**-0.5, case.window, case.softcap)
-    start = 1990
-    q_THD = (torch.randn(len(sequence) - start, case.heads, case.dim) * 2).to(device)
-    rows = [0, 1, 57, 58, 59, 60, 300, len(q_THD) - 1]
+    start = case.tokens * 4 // 5 - 10
+    q_THD = (torch.randn(len(sequence) - start, case.heads, case.dim) * 2).to(case.dtype).to(device)
+    rows = [row for row in (0, 1, 57, 58, 59, 60, 300) if row < len(q_THD) - 1] + [len(q_THD) - 1]
     positions = [start + row for row in rows]
-    stored = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[case.fmt]
-    k_KSD, v_KSD = (x.to(stored).float() for x in (sequence.k, sequence.v))
-    expected = naive_state(q_THD[rows], torch.as_tensor(positions, device=device), k_KSD, v_KSD, 0, params)
-    backend = TorchBackend()
+    k_KSD, v_KSD = (_as_stored(x, case.fmt) for x in (sequence.k, sequence.v))
+    at = torch.as_tensor(positions, device=device)
+    expected = naive_state(q_THD[rows].float(), at, k_KSD, v_KSD, 0, params)
+    tolerance = TOLERANCE[case.dtype]
 
-    whole = prefill(backend, q_THD, start, sequence, params)
+    def chunk_state(begin: int, end: int) -> AttnState:
+        tile = backends.span_tokens
+        return prefill(backends.prefill, q_THD[begin:end], start + begin, sequence, params, tile=tile)
+
+    whole = chunk_state(0, len(q_THD))
     assert whole.out.device.type == torch.device(device).type, f"the answer lies on {whole.out.device}"
-    assert_close(AttnState(whole.out[rows], whole.lse[rows]), expected, ATTENTION_TOLERANCE)
-    assert_close(decode(backend, q_THD[rows], positions, sequence, params), expected, ATTENTION_TOLERANCE)
+    assert_close(AttnState(whole.out[rows], whole.lse[rows]), expected, tolerance)
+    assert_close(decode(decoder, q_THD[rows], positions, sequence, params), expected, tolerance)
     for begin in range(0, len(q_THD), 173):
-        chunk = slice(begin, begin + 173)
-        part = prefill(backend, q_THD[chunk], start + begin, sequence, params)
-        assert_close(part, AttnState(whole.out[chunk], whole.lse[chunk]), ATTENTION_TOLERANCE)
+        part, same = chunk_state(begin, begin + 173), slice(begin, begin + 173)
+        assert_close(part, AttnState(whole.out[same], whole.lse[same]), tolerance)
 
 
-def check_engine(kind: str, device: str) -> None:
+def _as_stored(x_KSD: torch.Tensor, fmt: str) -> torch.Tensor:
+    """What a vector reads back as, fp32, by the codec and on the CPU."""
+    codec, x = FORMATS[fmt].codec, x_KSD.cpu()
+    out = torch.empty_like(x, dtype=torch.float32)
+    codec.decode(*codec.encode(x), out)
+    return out.to(x_KSD.device)
+
+
+def check_storage(fmt: str, device: str) -> None:
+    """What the kernels store is what the codec stores on a CPU, bit for bit, and reads back so; blocks move whole."""
+    # Only here: whoever has no triton can still check the rest.
+    from longctx.quant import blocks_triton, store_triton
+
+    for dim, dtype in ((64, torch.bfloat16), (80, torch.float32), (128, torch.float16)):
+        reference, layer = (poisoned_layer(fmt, fmt, dim, dim, on) for on in ("cpu", device))
+        k_KTD, v_KTD = (hard_vectors(2, 37, dim, dtype, "cpu") for _ in range(2))
+        table, positions = np.array([4, 2, 5]), np.arange(37)
+        where = table[positions // BLOCK], positions % BLOCK
+        store_tokens(reference, *where, k_KTD, v_KTD)
+        store_triton.store_tokens(layer, *where, k_KTD.to(device), v_KTD.to(device))
+        assert_same_layer(reference, layer)
+        out = tuple(torch.full((2, 50, dim), math.nan, device=device) for _ in range(2))
+        store_triton.gather_tokens(layer, table, 3, 34, (out[0], out[1]))
+        for expected, got in zip(gather_tokens(reference, table, 3, 34, 50), out, strict=True):
+            assert same_bits(expected, got), "what reads back differs"
+    pool = torch.randint(0, 256, (64 * 263 * 5,), dtype=torch.uint8).to(device)
+    buffer = torch.zeros(2, 64 * 263, dtype=torch.uint8, device=device)
+    blocks_triton.gather_blocks(pool, 64 * 263, np.array([4, 1]), buffer)
+    assert torch.equal(buffer, pool.view(5, -1)[[4, 1]]), "blocks differ"
+    blocks_triton.scatter_blocks(pool, 64 * 263, np.array([0, 3]), buffer)
+    assert torch.equal(buffer, pool.view(5, -1)[[0, 3]]), "blocks differ on the way back"
+
+
+def check_merge(device: str) -> None:
+    """The merge kernel beside torch's operators; rows that have seen nothing; a transposed log-sum."""
+    from longctx.attention.kernels import merge_triton
+
+    states = []
+    for _ in range(2):
+        empty = torch.rand(300, 9) < 0.2
+        lse = (torch.rand(300, 9) * 160 - 80).masked_fill(empty, -math.inf)
+        states.append(AttnState(torch.randn(300, 9, 80).masked_fill(empty[..., None], 0.0).to(device), lse.to(device)))
+    expected = merge(*states)
+    state = AttnState(states[0].out, states[0].lse.t().contiguous().t())
+    merge_triton.merge_into(state, states[1])
+    assert_close(state, expected, 1e-6)
+
+
+def check_engine(kind: str, attention: str, device: str) -> None:
     """An engine's logits beside Hugging Face eager's on the same device, then greedy tokens with and without the cache.
 
     The bound is 1e-4 or three times Hugging Face's own distance to float64. A prompt asked again, all of it cached,
@@ -94,7 +171,7 @@ def check_engine(kind: str, device: str) -> None:
     wide = hf_logits64(model, ids)
     model = model.to(device)
     theirs = hf_logits(model, ids).cpu()
-    engine = make_engine(model, kv_tokens=4096, chunk_tokens=111)
+    engine = make_engine(model, kv_tokens=4096, chunk_tokens=111, attention=attention)
     assert engine.runner.storage.device.type == torch.device(device).type
     [ours] = score_all(engine, [ids])
     error = (torch.from_numpy(ours).double() - wide).abs().max().item()
@@ -110,47 +187,17 @@ def check_engine(kind: str, device: str) -> None:
     assert 0 < other.usage.cached_tokens <= len(cold_ids) - 5, other.usage
 
 
-def measure(device: str, *, history: int, chunk: int, copy_bytes: int) -> dict[str, Any]:
-    """Prefill and decode attention of the torch backend: useful FLOP/s and KV bytes/s beside a copy of `copy_bytes`.
-
-    One layer of 32 query and 8 KV heads of 128, a bf16 pool. `share_of_copy` is KV bytes read per second over twice the
-    bytes that a copy moves in a second.
-    """
-    heads, kv_heads, dim = 32, 8, 128
-    sequence = random_sequence(history, kv_heads, dim, device=device, fmt="bf16", block_tokens=256)
-    params = AttnParams(dim**-0.5)
-    backend = TorchBackend()
-    q_THD = torch.randn(chunk, heads, dim).to(device)
-    start = history - chunk
-    prefill_s = _best_seconds(lambda: prefill(backend, q_THD, start, sequence, params), device)
-    decode_s = _best_seconds(lambda: decode(backend, q_THD[-1:], [history - 1], sequence, params), device)
-    source = torch.empty(copy_bytes, dtype=torch.uint8, device=device).fill_(1)
-    target = torch.empty_like(source)
-    copy_s = _best_seconds(lambda: target.copy_(source), device)
-    pairs = chunk * start + chunk * (chunk + 1) // 2
-    flops, kv_bytes = 4 * heads * dim * pairs, 2 * history * kv_heads * dim * 2
-    return {
-        "shape": f"{heads}/{kv_heads} heads of {dim}, bf16 pool, fp32 products",
-        "history": history,
-        "chunk": chunk,
-        "prefill_flops_per_s": flops / prefill_s,
-        "decode_bytes_per_s": kv_bytes / decode_s,
-        "copy_bytes_per_s": 2 * copy_bytes / copy_s,
-        "share_of_copy": kv_bytes / decode_s / (2 * copy_bytes / copy_s),
-    }
-
-
-def _best_seconds(work: Callable[[], object], device: str, repeats: int = 5) -> float:
-    times = []
-    for _ in range(repeats + 1):
-        _wait(device)
-        before = time.perf_counter()
-        work()
-        _wait(device)
-        times.append(time.perf_counter() - before)
-    return float(np.min(times[1:]))
-
-
-def _wait(device: str) -> None:
-    if device != "cpu":
-        torch.cuda.synchronize(device)
+def check_lossy_engine(kind: str, fmt: str, attention: str, device: str) -> None:
+    """An engine with a lossy cache: the same bits whatever the chunk, and close to the same engine on the CPU."""
+    ids = random_ids(330)
+    model = make_tiny(kind)
+    [expected] = score_all(make_engine(model, kv_format=fmt, attention="torch"), [ids])
+    whole, parts = (
+        score_all(make_engine(model.to(device), kv_format=fmt, attention=attention, chunk_tokens=n), [ids])[0]
+        for n in (400, 64)
+    )
+    assert np.array_equal(whole, parts), f"logits change by {np.abs(whole - parts).max():.1e} with the chunk"
+    # Rounding of 1e-6 may flip a code, and one step of int4's is a fifteenth of a group's range.
+    bound = 0.1 if fmt == "int4" else 0.02
+    error = np.abs(whole - expected).max()
+    assert error < bound, f"logits differ from the CPU's by {error:.1e}, allowed are {bound}"

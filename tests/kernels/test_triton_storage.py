@@ -15,57 +15,15 @@ from longctx.quant import blocks_triton, store_triton
 from longctx.quant.formats import FORMATS
 from longctx.quant.layout import BlockLayout, LayerKV
 from longctx.quant.store import gather_tokens, store_tokens, use_kernels
+from tests.helpers.storage import BLOCK, assert_same_layer, hard_vectors, poisoned_layer, same_bits
 
-BLOCK = 16
 DIMS = (64, 80, 96, 128, 256)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def layer_pair(k_fmt: str, v_fmt: str, k_dim: int, v_dim: int, device: str, heads: int = 2) -> tuple[LayerKV, LayerKV]:
-    """Two poisoned pools' second layers: one for the codecs, one for the kernels."""
-    layout = BlockLayout(3, heads, BLOCK, k_dim, v_dim, FORMATS[k_fmt], FORMATS[v_fmt])
-    pools = [torch.full((layout.block_bytes * 7,), 0x77, dtype=torch.uint8, device=device) for _ in range(2)]
-    return layout.layer_view(pools[0], 1), layout.layer_view(pools[1], 1)
-
-
-def hard_vectors(num_heads: int, num_tokens: int, dim: int, dtype: torch.dtype, device: str) -> torch.Tensor:
-    """[K, T, D] of all sizes, and in the first head every vector that a format could trip over."""
-    x = torch.randn(num_heads, num_tokens, dim) * torch.exp(4 * torch.randn(num_heads, num_tokens, 1))
-    x[0, 0] = 0.0
-    x[0, 1, 3] = math.inf
-    x[0, 2, 5] = math.nan
-    x[0, 3] *= 1e30
-    x[0, 4], x[0, 5] = 1e-39, -1e-36
-    x[0, 6, 0] = 1e5
-    x[0, 7] = 0.0
-    x[0, 7, ::2] = -0.0
-    x[0, 8] = 3.0
-    x[0, 9, 0] = -3.402e38
-    x[0, 10, :2] = torch.tensor([3.402e38, -3.402e38])
-    x[0, 11] = torch.arange(dim) * 0.5 - 17.0  # halves between codes of int8, whose scale is 1
-    x[0, 11, -1] = 127.0
-    x[0, 12] = torch.arange(dim) * 0.5 % 15.0  # and of int4
-    x[0, 12, [0, dim - 1]] = torch.tensor([0.0, 15.0])
-    x[0, 13] = torch.logspace(-8, 0, dim) * 448.0  # subnormal fp8
-    x[0, 14] = torch.arange(dim) / 512.0  # halves between them, for the scale is 1
-    x[0, 14, -1] = 448.0
-    return x.to(dtype).to(device)
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors are the same bits; NaNs need not have the same payload."""
-    if a.dtype in (torch.bfloat16, torch.float16, torch.float32):
-        nan = a.isnan()
-        if not torch.equal(nan, b.isnan()):
-            return False
-        a, b = a.masked_fill(nan, 1.0), b.masked_fill(nan, 1.0)
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
-
-
-def assert_same_layer(a: LayerKV, b: LayerKV) -> None:
-    for name in ("k", "v", "k_scale", "v_scale"):
-        x, y = getattr(a, name), getattr(b, name)
-        assert x is y is None or same_bits(x, y), f"{name} differs"
+def layer_pair(*shape, device: str, **options) -> tuple[LayerKV, LayerKV]:
+    """Two poisoned layers: one for the codecs, one for the kernels."""
+    return poisoned_layer(*shape, device, **options), poisoned_layer(*shape, device, **options)
 
 
 CASES = [(fmt, fmt, dim, dim, DTYPES[(i + j) % 3]) for i, fmt in enumerate(FORMATS) for j, dim in enumerate(DIMS)] + [
@@ -77,7 +35,7 @@ CASES = [(fmt, fmt, dim, dim, DTYPES[(i + j) % 3]) for i, fmt in enumerate(FORMA
 @pytest.mark.parametrize(("k_fmt", "v_fmt", "k_dim", "v_dim", "dtype"), CASES)
 def test_what_is_stored_is_what_the_codec_stores(k_fmt, v_fmt, k_dim, v_dim, dtype, device):
     """B50 too: zeros, outliers, infinity, NaN; the same comes back, and zeros for padding and the null block."""
-    reference, layer = layer_pair(k_fmt, v_fmt, k_dim, v_dim, device)
+    reference, layer = layer_pair(k_fmt, v_fmt, k_dim, v_dim, device=device)
     num_tokens = 21
     k_KTD, v_KTD = (hard_vectors(2, num_tokens, dim, dtype, device) for dim in (k_dim, v_dim))
     table, positions = np.array([4, 2, 0, 5]), np.arange(num_tokens)
@@ -109,7 +67,7 @@ def _outs(k_dim: int, v_dim: int, total: int, dtype: torch.dtype, device: str) -
 @pytest.mark.parametrize("fmt", ["bf16", "int8", "int4"])
 def test_decoding_sequences_store_from_any_strides(fmt, device):
     """Every token in another slot, as a view of [T, K, D], and of a tensor whose head dim is not the innermost."""
-    reference, layer = layer_pair(fmt, fmt, 64, 64, device, heads=3)
+    reference, layer = layer_pair(fmt, fmt, 64, 64, device=device, heads=3)
     x = hard_vectors(6, 40, 64, torch.float32, device)
     slots = np.array([1, 2, 3, 5, 6])
     rows = np.array([0, 15, 7, 3, 3])
@@ -122,7 +80,7 @@ def test_decoding_sequences_store_from_any_strides(fmt, device):
 
 
 def test_kernels_that_are_installed_are_used(device):
-    reference, layer = layer_pair("int8", "fp8_e4m3", 64, 64, device)
+    reference, layer = layer_pair("int8", "fp8_e4m3", 64, 64, device=device)
     k_KTD, v_KTD = torch.randn(2, 3, 64, device=device), torch.randn(2, 3, 64, device=device)
     where = np.array([3, 3, 3]), np.array([0, 1, 2])
     store_triton.store_tokens(reference, *where, k_KTD, v_KTD)
