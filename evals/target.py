@@ -129,7 +129,7 @@ class LLMTarget:
             "dtype": spec.dtype,
             "weight_mode": spec.weights,
             "attention_variant": engine.config.variant.key,
-            "kv_format": [f"{group.key.k_format}/{group.key.v_format}" for group in engine.groups],
+            "kv_format": self.llm.kv_format,
         }
 
     def sizes(self) -> Mapping[str, int]:

@@ -21,6 +21,7 @@ from longctx.events import Event, FinishEvent, PromptLogprobs, Timings, TokenEve
 from longctx.forward import OnAttention
 from longctx.kv.budget import Plan
 from longctx.kv.factors import KeyFactors, KeyStatistics
+from longctx.kv.groups import formats_text
 from longctx.loop import EngineLoop, Subscription
 from longctx.models.tokenizer import encode_chat, encode_prompt
 from longctx.params import SamplingParams
@@ -101,6 +102,11 @@ class LLM:
     def tokenizer(self) -> Any:
         """The model's Hugging Face tokenizer, or None if it has none."""
         return self.engine.loaded.tokenizer
+
+    @property
+    def kv_format(self) -> str:
+        """How every layer's keys and values are stored: one format, or the rules of a policy where layers differ."""
+        return formats_text(self.engine.groups)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, special tokens added by the model's own rule."""

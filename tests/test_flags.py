@@ -96,6 +96,7 @@ COMMANDS = {
         "--rope-scaling",
         "--chunk-tokens",
         "--kv-format",
+        "--kv-factors",
         "--kv-memory",
         "--dtype",
         "--weights",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from longctx.cli.kv_options import KVFactors
 from longctx.cli.progress import JobProgress, LoadProgress, Meter, say, stderr_console
 from longctx.cli.variant import LocalChunk, Sinks, Variant, Window, variant_options
 from longctx.errors import EngineError, LongctxError
@@ -63,6 +64,7 @@ def evaluate(
     kv_format: Annotated[
         list[str] | None, typer.Option(help="how the cache is stored; drift compares several: a,b or again")
     ] = None,
+    kv_factors: KVFactors = None,
     weights: Annotated[
         str | None, typer.Option(metavar="auto|int8", help="how weights are kept; drift compares it with exact ones")
     ] = None,
@@ -90,6 +92,7 @@ def evaluate(
         "kv_memory": None if kv_memory is None else parse_bytes(kv_memory, "--kv-memory"),
         "dtype": dtype,
         "load_format": load_format,
+        "kv_factors": kv_factors,
         **variant_options(variant, window, sinks, local_chunk),
     }
     cells = None if lengths is None else tuple(parse_tokens(part, "--lengths") for part in lengths.split(","))
