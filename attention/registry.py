@@ -26,6 +26,12 @@ def _triton_backend() -> Backend:
     return TritonBackend()
 
 
+def _with_flash(rest: Backend, device: torch.device | str) -> Backend:
+    from longctx.attention.flash_backend import with_flash
+
+    return with_flash(rest, device)
+
+
 BACKENDS: dict[str, Callable[[], Backend]] = {
     "torch": TorchBackend,
     "numba": NumbaBackend,
@@ -73,7 +79,8 @@ def pick_backends(device: torch.device | str, name: str = "auto") -> Backends:
     Those that need a special pool fall back within themselves. Raises `ValueError`, naming the remedy, where the device
     has no such backend.
     """
-    if name == "auto":
+    fastest = name == "auto"
+    if fastest:
         if torch.device(device).type == "cpu":
             name = "numba"
         else:
@@ -87,4 +94,6 @@ def pick_backends(device: torch.device | str, name: str = "auto") -> Backends:
         prefill = TorchBackend()
         return Backends(prefill, NumbaBackend(prefill))
     backend = BACKENDS[name]()
-    return Backends(backend, backend, CUDA_SPAN_TOKENS if name == "triton" else TILE_TOKENS)
+    if name == "torch":
+        return Backends(backend, backend)
+    return Backends(_with_flash(backend, device) if fastest else backend, backend, CUDA_SPAN_TOKENS)

@@ -55,8 +55,8 @@ PUBLIC_API = {
 LAZY_IMPORTS = ("longctx/cli/", "longctx/__init__.py")
 """Where an import inside a function is right: the command line must answer `--help` without loading torch."""
 
-GPU_ONLY = ("longctx.attention.triton_backend",)
-"""What may be imported inside a function: it needs triton, which a CPU's user need not have."""
+GPU_ONLY = ("longctx.attention.triton_backend", "longctx.attention.flash_backend")
+"""What may be imported inside a function: it needs what a CPU's user need not have."""
 
 LIGHT = (
     "longctx",
