@@ -20,6 +20,7 @@ SAMPLING_FLAGS = {
 COMMANDS = {
     "run": {
         *VARIANT_FLAGS,
+        "--attention",
         *MODEL_FLAGS,
         *MEMORY_FLAGS,
         "--kv-factors",
@@ -38,6 +39,7 @@ COMMANDS = {
     },
     "serve": {
         *VARIANT_FLAGS,
+        "--attention",
         *MODEL_FLAGS,
         *MEMORY_FLAGS,
         "--kv-factors",
@@ -78,6 +80,7 @@ COMMANDS = {
     "pull": {"--list", "--json"},
     "eval": {
         *VARIANT_FLAGS,
+        "--attention",
         "--url",
         "--api-key",
         "--tokenizer",
@@ -106,6 +109,7 @@ COMMANDS = {
     },
     "bench": {
         *VARIANT_FLAGS,
+        "--attention",
         "--lengths",
         "--tokens",
         "--repeats",

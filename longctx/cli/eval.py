@@ -72,6 +72,9 @@ def evaluate(
     window: Window = None,
     sinks: Sinks = None,
     local_chunk: LocalChunk = None,
+    attention: Annotated[
+        str, typer.Option(metavar="auto|torch|numba|triton", help="what computes attention; auto is the fastest there")
+    ] = "auto",
     kv_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="the cache's pool, such as 2GiB")] = None,
     dtype: Annotated[str, typer.Option(help="arithmetic and weights")] = "auto",
     load_format: Annotated[str, typer.Option(help="auto, or dummy for random weights")] = "auto",
@@ -90,6 +93,7 @@ def evaluate(
         "rope_scaling": rope_scaling,
         "chunk_tokens": None if chunk_tokens is None else parse_tokens(chunk_tokens, "--chunk-tokens"),
         "kv_memory": None if kv_memory is None else parse_bytes(kv_memory, "--kv-memory"),
+        "attention": attention,
         "dtype": dtype,
         "load_format": load_format,
         "kv_factors": kv_factors,
