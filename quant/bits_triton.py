@@ -132,7 +132,7 @@ def encode_int4_group(low_half, high_half, mask):
     finite = tl.where(mask, (_is_finite(low_half) & _is_finite(high_half)).to(tl.int32), 1)
     finite = tl.min(finite, axis=1) == 1
     bottom = tl.min(tl.where(mask, tl.minimum(low_half, high_half), float("inf")), axis=1) + 0.0
-    top = tl.max(tl.where(mask, tl.maximum(low_half, high_half), float("-inf")), axis=1)
+    top = tl.max(tl.where(mask, tl.maximum(low_half, high_half), float("-inf")), axis=1) + 0.0
     low = _bf16_towards(bottom, False)
     step = _bf16_towards(tl.math.div_rn(top - low, tl.full(top.shape, 15.0, tl.float32)), True)
     finite = finite & _is_finite(step) & _is_finite(low)

@@ -24,17 +24,18 @@ class Int4Codec:
         for begin in range(0, x.shape[-1], GROUP):
             part = x[..., begin : begin + GROUP]
             assert part.shape[-1] % 2 == 0
-            bottom, top = part.amin(-1, keepdim=True), part.amax(-1, keepdim=True)
-            # Plus zero: which of 0.0 and -0.0 is the least depends on the order of the search.
-            low = _bf16_towards(bottom + 0.0, up=False)
+            # Plus zero: which of 0.0 and -0.0 is found depends on the order of the search.
+            bottom, top = part.amin(-1, keepdim=True) + 0.0, part.amax(-1, keepdim=True) + 0.0
+            low = _bf16_towards(bottom, up=False)
             step = _bf16_towards((top - low) / LARGEST, up=True)
             finite = torch.isfinite(step) & torch.isfinite(low)
             inverse = torch.where(finite & (step > 0), 1.0 / step, 0.0).nan_to_num_(0.0, 0.0, 0.0)
             codes = torch.round((part - low) * inverse).nan_to_num_(0.0).clamp_(0.0, LARGEST).to(torch.uint8)
             half = part.shape[-1] // 2
             data.append(codes[..., :half] | codes[..., half:] << 4)
-            scales += [torch.where(finite, step, torch.nan), torch.where(finite, low, torch.nan)]
-        return torch.cat(data, -1), torch.cat(scales, -1).to(torch.bfloat16)
+            # Chosen in bf16, where NaN is one number: a conversion makes more than one of it.
+            scales += [torch.where(finite, x.to(torch.bfloat16), torch.nan) for x in (step, low)]
+        return torch.cat(data, -1), torch.cat(scales, -1)
 
     def decode(self, data: torch.Tensor, scales: torch.Tensor | None, out: torch.Tensor) -> None:
         assert scales is not None

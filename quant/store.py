@@ -10,6 +10,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from longctx.quant.codes_numba import CODED
+from longctx.quant.cpu_store import gather_coded, store_coded
+from longctx.quant.formats import KVFormat
 from longctx.quant.layout import LayerKV
 
 # Beyond this many runs of neighbouring rows, one indexed write is cheaper than a copy for each run.
@@ -52,23 +55,34 @@ def store_tokens(
     if kernels := _KERNELS.get(layer.k.device.type):
         kernels.store(layer, slots_T, rows_T, k_KTD, v_KTD)
         return
-    k_data, k_scale = layer.k_format.codec.encode(k_KTD)
-    v_data, v_scale = layer.v_format.codec.encode(v_KTD)
-    encoded = ((layer.k, k_data), (layer.v, v_data), (layer.k_scale, k_scale), (layer.v_scale, v_scale))
-    writes = [(stored, new) for stored, new in encoded if stored is not None and new is not None]
-    if layer.k.device.type == "cpu":
+    sides = ((layer.k_format, layer.k, layer.k_scale, k_KTD), (layer.v_format, layer.v, layer.v_scale, v_KTD))
+    for fmt, data, scale, new_KTD in sides:
+        if data.device.type == "cpu" and scale is not None and fmt.name in CODED:
+            store_coded(fmt, data, scale, np.asarray(slots_T), np.asarray(rows_T), new_KTD)
+            continue
+        new_data, new_scale = fmt.codec.encode(new_KTD)
+        _write(data, slots_T, rows_T, new_data)
+        if scale is not None and new_scale is not None:
+            _write(scale, slots_T, rows_T, new_scale)
+
+
+def _write(
+    stored_NKBS: torch.Tensor,
+    slots_T: np.ndarray | torch.Tensor,
+    rows_T: np.ndarray | torch.Tensor,
+    new_KTS: torch.Tensor,
+) -> None:
+    if stored_NKBS.device.type == "cpu":
         slots, rows = np.asarray(slots_T), np.asarray(rows_T)
         runs = _neighbour_runs(slots, rows)
         if len(runs) <= MAX_RUNS or len(runs) * MAX_RUNS <= len(slots):
             for begin, end in runs:
                 slot, row = int(slots[begin]), int(rows[begin])
-                for stored, new in writes:
-                    stored[slot, :, row : row + end - begin].copy_(new[:, begin:end])
+                stored_NKBS[slot, :, row : row + end - begin].copy_(new_KTS[:, begin:end])
             return
-    device = layer.k.device
+    device = stored_NKBS.device
     slots_at, rows_at = (torch.as_tensor(x, dtype=torch.int64, device=device) for x in (slots_T, rows_T))
-    for stored, new in writes:
-        stored[slots_at, :, rows_at] = new.transpose(0, 1)
+    stored_NKBS[slots_at, :, rows_at] = new_KTS.transpose(0, 1)
 
 
 def _neighbour_runs(slots: np.ndarray, rows: np.ndarray) -> list[tuple[int, int]]:
@@ -105,33 +119,50 @@ def gather_tokens(
     if kernels := _KERNELS.get(layer.k.device.type):
         kernels.gather(layer, table, start, length, out)
         return out
-    for target_KSD in out:
+    sides = ((layer.k_format, layer.k, layer.k_scale, out[0]), (layer.v_format, layer.v, layer.v_scale, out[1]))
+    for fmt, data, scale, target_KSD in sides:
         if total > length:
             target_KSD[:, length:].zero_()
-    block = layer.block_tokens
+        if (
+            layer.k.device.type == "cpu"
+            and target_KSD.dtype == torch.float32
+            and scale is not None
+            and fmt.name in CODED
+        ):
+            gather_coded(fmt, data, scale, table, start, length, target_KSD)
+        else:
+            _gather(fmt, data, scale, table, start, length, target_KSD)
+    return out
+
+
+def _gather(
+    fmt: KVFormat,
+    data_NKBS: torch.Tensor,
+    scale_NKBC: torch.Tensor | None,
+    table: np.ndarray,
+    start: int,
+    length: int,
+    target_KSD: torch.Tensor,
+) -> None:
+    block = data_NKBS.shape[2]
     position, end = start, start + length
     while position < end:
         slot, row = int(table[position // block]), position % block
         # A block that slid out of the window is the null block: masked, but its rows must be numbers.
         num_blocks = 1 if row or slot == 0 else _consecutive_slots(table, position // block, end // block)
         count = num_blocks * block if num_blocks > 1 else min(block - row, end - position)
-        begin = position - start
-        for stored, scale, fmt, target_KSD in (
-            (layer.k, layer.k_scale, layer.k_format, out[0]),
-            (layer.v, layer.v_scale, layer.v_format, out[1]),
-        ):
-            into_KSD = target_KSD[:, begin : begin + count]
-            if slot == 0:
-                into_KSD.zero_()
-            elif num_blocks > 1:
-                at = slice(slot, slot + num_blocks)
-                scale_KnBC = None if scale is None else scale[at].transpose(0, 1)
-                fmt.codec.decode(stored[at].transpose(0, 1), scale_KnBC, into_KSD.unflatten(1, (num_blocks, block)))
-            else:
-                at = slice(row, row + count)
-                fmt.codec.decode(stored[slot, :, at], None if scale is None else scale[slot, :, at], into_KSD)
+        into_KSD = target_KSD[:, position - start : position - start + count]
+        if slot == 0:
+            into_KSD.zero_()
+        elif num_blocks > 1:
+            at = slice(slot, slot + num_blocks)
+            scale_KnBC = None if scale_NKBC is None else scale_NKBC[at].transpose(0, 1)
+            fmt.codec.decode(data_NKBS[at].transpose(0, 1), scale_KnBC, into_KSD.unflatten(1, (num_blocks, block)))
+        else:
+            rows = slice(row, row + count)
+            scale_KSC = None if scale_NKBC is None else scale_NKBC[slot, :, rows]
+            fmt.codec.decode(data_NKBS[slot, :, rows], scale_KSC, into_KSD)
         position += count
-    return out
 
 
 def _consecutive_slots(table: np.ndarray, first: int, end: int) -> int:

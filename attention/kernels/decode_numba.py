@@ -11,17 +11,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
-from hashlib import blake2b
-from pathlib import Path
 
 import numpy as np
-from numba import carray, cfunc, float32, from_dtype, types
+from numba import carray, float32
 
-from longctx.attention.kernels import kinds_numba, memory_numba, products_numba, softmax_numba, vectors_numba
+from longctx.attention.kernels import kinds_numba, products_numba, softmax_numba, vectors_numba
 from longctx.attention.kernels.kinds_numba import KIND_OF, KINDS
-from longctx.attention.kernels.memory_numba import fetch_add, float_at, int_at
 from longctx.attention.kernels.products_numba import add_values, keys_at_once, scale_weights, score_keys
 from longctx.attention.kernels.softmax_numba import FASTMATH, inlined, merge_items, tile_weights
+from longctx.quant.memory_numba import compile_kernel, fetch_add, float_at, int_at
 
 SPLIT_TOKENS = 256
 TILE_BYTES = 16384
@@ -204,15 +202,6 @@ def decode_kernel(shape: Shape) -> int:
                 out, lse = float_at(a.out + 4 * at * VD), float_at(a.lse + 4 * at)
                 merge_items(partials, end - first, heads * FLOATS, out, lse, VD, G)
 
-    # numba knows a cached kernel by this name and by this file, not by the other files that it is made of.
-    kernel.__qualname__ = f"decode_{shape.k_format}_{KD}_{shape.v_format}_{VD}_group{G}_{_sources()}"
-    signature = types.void(types.CPointer(from_dtype(ARGS)))
-    return cfunc(signature, nopython=True, cache=True, fastmath=FASTMATH)(kernel).address
-
-
-@cache
-def _sources() -> str:
-    """A digest of the code that kernels are generated from."""
-    modules = (kinds_numba, memory_numba, products_numba, softmax_numba, vectors_numba)
-    code = b"".join(Path(str(module.__file__)).read_bytes() for module in modules)
-    return blake2b(code, digest_size=6).hexdigest()
+    name = f"decode_{shape.k_format}_{KD}_{shape.v_format}_{VD}_group{G}"
+    modules = (kinds_numba, products_numba, softmax_numba, vectors_numba)
+    return compile_kernel(kernel, name, ARGS, modules, FASTMATH).address

@@ -11,7 +11,6 @@ from numba import float32, njit, types
 from numba.extending import intrinsic
 
 from longctx.attention.kernels import vectors_numba
-from longctx.attention.kernels.memory_numba import exp_negative
 from longctx.attention.kernels.vectors_numba import (
     F32,
     I64,
@@ -32,6 +31,16 @@ from longctx.attention.kernels.vectors_numba import (
 # numba gives its flags to every instruction, and the order of sums is chosen.
 FASTMATH = {"contract", "arcp", "nsz"}
 inlined = njit(inline="always", fastmath=FASTMATH, nogil=True)
+
+
+@intrinsic
+def exp_negative(typingctx, x):
+    """e^x for x <= 0; a loop over it is vectorized, as one over the C library's would not be."""
+
+    def codegen(context, builder, signature, args):
+        return vectors_numba.exp_negative(builder, args[0])
+
+    return float32(float32), codegen
 
 
 @intrinsic(prefer_literal=True)

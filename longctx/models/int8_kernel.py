@@ -7,24 +7,17 @@
 from __future__ import annotations
 
 from functools import cache
-from hashlib import blake2b
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, cfunc, float32, from_dtype, int8, int32, njit, types
+from numba import carray, float32, int8, int32, njit, types
 
-from longctx.attention.kernels import memory_numba
-from longctx.attention.kernels.memory_numba import (
-    address_intrinsic,
-    exp_negative,
-    fetch_add,
-    float_at,
-    float_of_bits,
-)
+from longctx.attention.kernels import vectors_numba
+from longctx.attention.kernels.softmax_numba import exp_negative
 from longctx.models import int8_tile
 from longctx.models.int8_tile import GROUP, PANEL, TILES, WEIGHT_ZERO, make_tile
+from longctx.quant.memory_numba import address_intrinsic, compile_kernel, fetch_add, float_at, float_of_bits
 
 PLAIN, SILU, GELU_TANH = 0, 1, 2
 """What rows are before they are quantized: themselves, or act(left half) * right half."""
@@ -178,7 +171,4 @@ def product_kernel() -> int:
             for panel in range(chunk * a.panels_per_unit, min((chunk + 1) * a.panels_per_unit, panels)):
                 _multiply(a, tile, first_row, end_row, panel)
 
-    # numba knows a cached kernel by this name and by this file, not by the other files that it is made of.
-    sources = b"".join(Path(str(module.__file__)).read_bytes() for module in (int8_tile, memory_numba))
-    kernel.__qualname__ = f"int8_product_{blake2b(sources, digest_size=6).hexdigest()}"
-    return cfunc(types.void(types.CPointer(from_dtype(ARGS))), nopython=True, cache=True)(kernel).address
+    return compile_kernel(kernel, "int8_product", ARGS, (int8_tile, vectors_numba)).address
