@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 PYTEST_ARGS ?=
 # Live servers on a busy machine: what fails is tried once more, and named in the summary either way.
-RERUNS := --reruns 1 -rRf
+RERUNS := --reruns 1 -rRf --durations 30
 
 .DEFAULT_GOAL := help
 .PHONY: help setup models demo serve browser test test-fast gpu-check bench lint format clean
@@ -46,8 +46,9 @@ test: setup lint  ## lint, then every test that needs no GPU, real models includ
 test-fast: $(INSTALLED)  ## the tests that need neither a GPU nor a real model nor ten seconds
 	HF_HUB_OFFLINE=1 $(PYTEST) -m "not slow and not gpu" $(PYTEST_ARGS)
 
-# With the interpreter that has torch for the GPU, from the checkout as it is: nothing is installed or fetched.
-gpu-check:  ## check and measure on a CUDA device, say PYTHON=python3; writes kernels.json
+# With the interpreter that has torch for the GPU, from the checkout as it is: nothing is installed or fetched. Where there
+# is no GPU the kernels are compiled for three of them and tried in Triton's interpreter.
+gpu-check:  ## compile the GPU's kernels, check and measure them on a CUDA device if there is one, say PYTHON=python3
 	@$(PYTHON) tools/gpu_check.py
 
 # Minutes to an hour on a quiet machine; BENCH_ARGS are those of `longctx bench`.
