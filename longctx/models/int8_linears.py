@@ -22,7 +22,7 @@ from longctx.models.int8_kernel import (
     UNIT_BYTES,
     product_kernel,
 )
-from longctx.models.int8_tile import GROUP
+from longctx.models.int8_tile import GROUP, PANEL
 from longctx.models.linears import PackReport, left_alone
 
 _TRIAL_ROWS = (1, 2, 3, 5, 7, 33, 130)
@@ -41,12 +41,8 @@ class Int8Linear(nn.Module):
         super().__init__()
         self.weight_codes, self.bias = weight, bias_O
         self.in_features, self.out_features = weight.in_features, weight.out_features
-        groups, panel_bytes = weight.packed.shape[1] * 4 // GROUP, weight.packed[0].numel()
-        self._groups, self._few_panels = groups, max(1, UNIT_BYTES // panel_bytes)
-        self._args = np.zeros((), ARGS)
-        self._args["inputs"], self._args["outs"], self._args["groups"] = self.in_features, self.out_features, groups
-        self._args["weights"], self._args["weight_scales"] = weight.packed.data_ptr(), weight.scale_O.data_ptr()
-        self._args["bias"] = 0 if bias_O is None else bias_O.data_ptr()
+        panel_bytes = weight.packed[0].numel()
+        self._groups, self._few_panels = panel_bytes // (GROUP * PANEL), max(1, UNIT_BYTES // panel_bytes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., I] to [..., O]."""
@@ -66,13 +62,18 @@ class Int8Linear(nn.Module):
         threads = torch.get_num_threads()
         code_bytes, group_bytes = rows * self._groups * GROUP, 4 * rows * self._groups
         scratch = torch.empty(code_bytes + 2 * group_bytes + 4 * threads * TILE_FLOATS, dtype=torch.uint8)
-        progress, args = np.zeros(4, np.int64), self._args
-        scales = scratch.data_ptr() + code_bytes
-        args["rows"], args["activation"] = rows, activation
-        args["panels_per_unit"] = self._few_panels if rows <= BLOCK_ROWS else 1
-        args["x"], args["out"], args["codes"], args["scales"] = x.data_ptr(), out.data_ptr(), scratch.data_ptr(), scales
-        args["offsets"], args["tiles"] = scales + group_bytes, scales + 2 * group_bytes
-        args["progress"] = progress.ctypes.data
+        progress, codes, weight = np.zeros(4, np.int64), scratch.data_ptr(), self.weight_codes
+        scales = codes + code_bytes
+        args = np.array(
+            (
+                *(rows, self.in_features, self.out_features, self._groups, activation),
+                *(self._few_panels if rows <= BLOCK_ROWS else 1, x.data_ptr()),
+                *(codes, scales, scales + group_bytes, scales + 2 * group_bytes, progress.ctypes.data),
+                *(weight.packed.data_ptr(), weight.scale_O.data_ptr()),
+                *(0 if self.bias is None else self.bias.data_ptr(), out.data_ptr()),
+            ),
+            ARGS,
+        )
         run_on_threads(product_kernel(), args.ctypes.data, threads)
         return out
 

@@ -46,7 +46,9 @@ def make_engine(
 ) -> Engine:
     """An engine on a copy of `model` whose full-attention pool holds `kv_tokens` tokens; blocks of 16 unless given."""
     config = EngineConfig.from_options("tiny", **{"block_tokens": 16, "max_chunk_tokens": 512, **options})
-    spec = spec_from_config(model.config, "tiny", dtype=str(model.dtype).removeprefix("torch."), weights=config.load.weights)
+    spec = spec_from_config(
+        model.config, "tiny", dtype=str(model.dtype).removeprefix("torch."), weights=config.load.weights
+    )
     spec = config.variant.applied_to(spec)
     loaded = LoadedModel(
         model=copy.deepcopy(model),

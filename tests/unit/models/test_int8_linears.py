@@ -3,6 +3,7 @@
 # Shape legend: N rows, I in features, O out features, G groups of inputs.
 from __future__ import annotations
 
+import copy
 import weakref
 from pathlib import Path
 
@@ -195,7 +196,7 @@ def test_models_compute_what_their_rounded_weights_and_rows_say(kind: str) -> No
     plain = make_tiny(kind)
     report = quantize_linears(model)
     assert report.packed == sum(isinstance(module, Int8Linear) for module in model.modules()) > 8
-    assert ("expert" in report.reason) == (kind in ("mixtral", "qwen3_moe", "gpt_oss"))
+    assert ("expert" in report.reason) == (kind in ("mixtral", "qwen3_moe", "gpt_oss", "llama4_text"))
     for name, module in model.named_modules():
         if isinstance(module, Int8Linear):
             linear = plain.get_submodule(name)
@@ -212,6 +213,13 @@ def test_models_compute_what_their_rounded_weights_and_rows_say(kind: str) -> No
             size = float(expected.abs().max())
             assert float((logits - expected).abs().max()) < 0.02 * size, fused
             assert float((logits - expected).square().mean()) < 0.1 * float((exact - expected).square().mean())
+
+
+def test_a_copy_stands_alone() -> None:
+    linear, x = Int8Linear(quantize_weight(torch.randn(40, 70)), torch.randn(40)), torch.randn(3, 70)
+    twin, expected = copy.deepcopy(linear), linear(x)
+    linear.weight_codes.packed.zero_()
+    assert torch.equal(twin(x), expected)
 
 
 def test_a_join_keeps_every_output() -> None:
@@ -233,7 +241,7 @@ def test_dense_weights_are_freed_and_a_tied_embedding_kept() -> None:
 def test_mapped_weights_leave_memory_as_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also while the rest is read: no second copy is ever held. Mutant: pages dropped at the end only."""
     path = tmp_path / "w.safetensors"
-    save_file({"weight": torch.randn(5000, 256)}, path)
+    save_file({"weight": torch.randn(8000, 512)}, path)
     with safe_open(path, framework="pt") as tensors:
         weight = tensors.get_tensor("weight")
     most, real = [0], torch.Tensor.amax
