@@ -41,7 +41,8 @@ class Comparison:
 class Reference:
     """A second copy of a model, as Hugging Face loads it. Raises `LongctxError` where there are no weights to load.
 
-    With `lossy` a difference is the user's choice (a KV or weight format narrower than float32) and no engine error.
+    With `lossy` a difference is the user's choice (a KV or weight format narrower than float32, an attention variant)
+    and no engine error.
     """
 
     def __init__(self, llm: LLM) -> None:
@@ -53,7 +54,8 @@ class Reference:
             )
         spec = engine.loaded.spec
         formats = {fmt for group in engine.groups for fmt in (group.key.k_format, group.key.v_format)}
-        self.lossy = spec.dtype != "float32" or formats != {"fp32"}
+        exact = spec.dtype == "float32" and formats == {"fp32"} and engine.config.variant.reach is None
+        self.lossy = not exact
         # Hugging Face lets each forward choose such a model's rope by its own length: only one forward is comparable.
         self._at_once = spec.rope.kind != "static"
         config = copy.deepcopy(engine.loaded.model.config)

@@ -115,6 +115,8 @@ class ForwardPlan:
         store_tokens(kv, plan.slots_T, plan.rows_T, k_KTD, v_KTD)
         params = AttnParams(spec.scale, spec.window, spec.softcap, spec.sinks, spec.local_chunk)
         q_THD = q_HTD.transpose(0, 1)
+        if spec.temperature is not None:
+            q_THD = q_THD * self._temperatures(*spec.temperature).to(q_THD.device, q_THD.dtype)
         out_THD = torch.empty(q_THD.shape[0], spec.num_heads, spec.v_dim, dtype=torch.float32, device=q_HTD.device)
         for i, offset in self._prefills:
             row = self._rows[i]
@@ -132,6 +134,11 @@ class ForwardPlan:
         if self._on_layer is not None:
             self._on_layer(self._done / len(self._layers))
         return out_THD
+
+    def _temperatures(self, floor: int, scale: float) -> torch.Tensor:
+        """What multiplies the query of each token [T, 1, 1] fp32."""
+        steps_T = torch.as_tensor((self.positions_T + 1) // floor, dtype=torch.float32)
+        return (torch.log1p(steps_T) * scale + 1.0)[:, None, None]
 
     def _close(self, state: AttnState, sink_H: torch.Tensor | None) -> torch.Tensor:
         state = self._group.combine(state)

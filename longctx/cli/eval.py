@@ -103,8 +103,6 @@ def evaluate(
     places = None if depths is None else tuple(_depth(part) for part in depths.split(","))
     formats, narrow = _formats(kv_format or ()), None if weights in (None, "auto") else weights
     room = None if max_tokens is None else parse_tokens(max_tokens, "--max-tokens")
-    if variant != "exact" and control != "none":
-        raise LongctxError(f"--variant {variant} changes the logits, so Hugging Face is no control: use --control none")
     if url is None and model is None:
         raise LongctxError(f"eval {name} needs a MODEL, such as gemma3-270m, or the --url of a server")
 

@@ -28,10 +28,11 @@ ALLOWED = frozenset(
         "smollm3",
         "granite",
         "olmo2",
+        "llama4_text",
     }
 )
 
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 _STATE_FIELDS = ("mamba_d_state", "mamba_d_conv", "conv_L_cache", "state_size", "linear_conv_kernel_dim", "lru_width")
 PROBE_TOKENS = 48
 """The length at which an unverified model is compared."""
@@ -39,8 +40,8 @@ _TOLERANCE = 1e-3
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The language model's config: itself, or the text part of Gemma 3's picture-and-text models."""
-    return config.text_config if config.model_type == "gemma3" else config
+    """The language model's config: itself, or the text part of Gemma 3's and Llama 4's picture-and-text models."""
+    return config.text_config if config.model_type in ("gemma3", "llama4") else config
 
 
 def check(config: PreTrainedConfig, unverified: bool = False) -> None:
@@ -57,8 +58,6 @@ def check(config: PreTrainedConfig, unverified: bool = False) -> None:
 
 def _never(config: PreTrainedConfig) -> str | None:
     kinds = set(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ())
-    if "chunked_attention" in kinds or getattr(config, "attention_chunk_size", None):
-        return "it has chunked-local attention, which is not supported yet"
     if getattr(config, "kv_lora_rank", None):
         return "it has latent attention (MLA), whose keys and values differ in size"
     if getattr(config, "num_kv_shared_layers", 0) or config.model_type.startswith(("gemma3n", "gemma4")):

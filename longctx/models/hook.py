@@ -60,12 +60,28 @@ def _attention(
     return out_THD.unsqueeze(0).to(query.dtype), None
 
 
+def temperature_of(module: torch.nn.Module) -> tuple[int, float] | None:
+    """`LayerSpec.temperature` of an attention module.
+
+    Llama 4's counts positions by the rows of the forward, which in a flat batch are several requests'.
+    """
+    if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
+        return int(module.floor_scale), float(module.attn_scale)  # type: ignore[arg-type]
+    return None
+
+
 def _no_mask(*_: Any, **__: Any) -> None:
     """Positions and windows are the plan's business."""
 
 
 def attach(model: PreTrainedModel) -> None:
-    """Route every attention call of `model` through its step's plan. Registration is idempotent."""
+    """Route every attention call of `model` through its step's plan, which also scales queries by their positions.
+
+    Registration is idempotent.
+    """
     AttentionInterface.register(ATTN_NAME, _attention)
     AttentionMaskInterface.register(ATTN_NAME, _no_mask)
     model.config._attn_implementation = ATTN_NAME
+    for module in model.modules():
+        if temperature_of(module) is not None:
+            module.attn_temperature_tuning = False  # type: ignore[assignment]

@@ -9,8 +9,10 @@ import torch
 from torch import nn
 from transformers import AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
+from longctx.attention.reach import Reach
 from longctx.errors import ModelError
 from longctx.models.empty import embedding_and_head, empty_model
+from longctx.models.hook import temperature_of
 from longctx.models.int8_codes import int8_bytes
 from longctx.models.limits import apply_limits, rope_spec
 from longctx.models.spec import DTYPE_BYTES, INT8_WEIGHTS, PLAIN_WEIGHTS, LayerSpec, ModelSpec, check_weights
@@ -57,16 +59,16 @@ def spec_from_config(
 ) -> ModelSpec:
     """The `ModelSpec` of a config, in seconds and without memory for weights. Raises ModelError.
 
-    Every attention module says its head sizes, scale, soft-cap and sink; the windows are those of the masks that
+    Every attention module says its head sizes, scale, soft-cap and sink; windows and chunks are those of the masks that
     Hugging Face's own forward would give each layer, whatever the config's fields are called.
     """
     check_weights(weights)
     config, max_positions = apply_limits(config, max_model_len, rope_scaling)
     model = empty_model(config)
-    windows = _windows(model)
+    reaches = _reaches(model)
     layers = tuple(
-        _layer(index, module, window)
-        for index, (module, window) in enumerate(zip(_decoder(model).layers, windows, strict=True))
+        _layer(index, module, reach)
+        for index, (module, reach) in enumerate(zip(_decoder(model).layers, reaches, strict=True))
     )
     embedding, head = embedding_and_head(model)
     linear, active = _linear_params(model)
@@ -98,12 +100,14 @@ def spec_from_config(
 
 def _decoder(model: PreTrainedModel) -> Any:
     decoder = model.get_decoder()
+    if decoder is model:  # Llama 4 names another prefix than the one its decoder has
+        decoder = getattr(model, "model", model)
     if not hasattr(decoder, "layers"):
         raise ModelError(f"models of type {model.config.model_type!r} have no list of layers that can be read")
     return decoder
 
 
-def _layer(index: int, layer: nn.Module, window: int | None) -> LayerSpec:
+def _layer(index: int, layer: nn.Module, reach: Reach) -> LayerSpec:
     found = [m for m in layer.modules() if hasattr(m, "layer_idx") and (hasattr(m, "k_proj") or hasattr(m, "qkv_proj"))]
     if len(found) != 1 or found[0].layer_idx != index:
         raise ModelError(f"layer {index} ({type(layer).__name__}) does not have exactly one attention that can be read")
@@ -122,7 +126,7 @@ def _layer(index: int, layer: nn.Module, window: int | None) -> LayerSpec:
     softcap = getattr(module, "attn_logit_softcapping", None) if config.model_type != "gemma3_text" else None
     return LayerSpec(
         index=index,
-        window=window,
+        window=reach.window,
         num_heads=heads,
         num_kv_heads=kv_heads,
         k_dim=head_dim,
@@ -130,15 +134,17 @@ def _layer(index: int, layer: nn.Module, window: int | None) -> LayerSpec:
         scale=float(module.scaling),
         softcap=softcap,
         has_sink=getattr(module, "sinks", None) is not None,
+        local_chunk=reach.local_chunk,
+        temperature=temperature_of(module),
     )
 
 
-def _windows(model: PreTrainedModel) -> list[int | None]:
-    """Each layer's window, by a forward in which a layer does nothing but note the mask it is given."""
-    seen: list[int | None] = []
+def _reaches(model: PreTrainedModel) -> list[Reach]:
+    """What each layer sees, by a forward in which a layer does nothing but note the mask it is given."""
+    seen: list[Reach] = []
 
     def note(hidden_states: torch.Tensor, *_: Any, attention_mask: Any = None, **__: Any) -> torch.Tensor:
-        seen.append(None if attention_mask is None else attention_mask.window)
+        seen.append(Reach() if attention_mask is None else attention_mask.reach)
         return hidden_states
 
     decoder, config = _decoder(model), model.config
@@ -164,27 +170,37 @@ def _windows(model: PreTrainedModel) -> list[int | None]:
 
 
 class _Mask(torch.Tensor):
-    """Stands for the mask of a layer; carries its window through Hugging Face's forward."""
+    """Stands for the mask of a layer; carries what it lets through past Hugging Face's forward."""
 
-    window: int | None
+    reach: Reach
 
 
 def _mask_of(mask_function: Callable[..., Any], local_size: int | None = None, **_: Any) -> _Mask:
-    """A mask function for `AttentionMaskInterface`: checks by asking which keys a far position sees."""
+    """A mask function for `AttentionMaskInterface`: finds its rule by asking which keys far positions see."""
 
-    def sees(key: int) -> bool:
+    def sees(query: int, key: int) -> bool:
         zero = torch.zeros((), dtype=torch.int64)
-        return bool(mask_function(zero, zero, zero + _FAR, zero + key))
+        return bool(mask_function(zero, zero, zero + query, zero + key))
 
-    if local_size is None:
-        agrees = sees(_FAR) and sees(_FAR - 1) and sees(0) and not sees(_FAR + 1)
-    else:
-        first = _FAR - local_size + 1
-        agrees = sees(_FAR) and sees(first) and not sees(first - 1) and not sees(_FAR + 1)
-    if not agrees:
-        raise ModelError("a layer's mask is neither causal nor a sliding window; such models are not supported")
+    def agrees(reach: Reach) -> bool:
+        """At a chunk's last query and the next one, where a window and a chunk of one size part."""
+        last = _FAR - 1 if local_size is None else _FAR // local_size * local_size - 1
+        return all(
+            sees(query, query)
+            and not sees(query, query + 1)
+            and sees(query, reach.first(query))
+            and (reach.first(query) == 0 or not sees(query, reach.first(query) - 1))
+            for query in (last, last + 1, last + 2)
+        )
+
+    rules = (Reach(),) if local_size is None else (Reach(local_size), Reach(local_chunk=local_size))
+    reach = next((rule for rule in rules if agrees(rule)), None)
+    if reach is None:
+        raise ModelError(
+            "a layer's mask is neither causal nor a sliding window nor a local chunk; such models are not supported"
+        )
     mask = torch.zeros(0).as_subclass(_Mask)
-    mask.window = local_size
+    mask.reach = reach
     return mask
 
 

@@ -107,6 +107,13 @@ class RegimeRotary(nn.Module):
         return module, module(torch.empty(0, dtype=dtype), torch.tensor([positions]), *layer)
 
 
+def _is_complex(module: nn.Module) -> bool:
+    """Whether it gives one complex number for each frequency, as Llama 4's does, instead of cos and sin."""
+    if isinstance(module.rope_type, dict):
+        return False
+    return isinstance(module(torch.empty(0), torch.zeros(1, 1, dtype=torch.int64)), torch.Tensor)
+
+
 def swap_rotary(model: PreTrainedModel, rope: RopeSpec) -> list[RegimeRotary]:
     """Replace the model's rotary modules; the runner sets `regimes` on each of those returned.
 
@@ -116,6 +123,13 @@ def swap_rotary(model: PreTrainedModel, rope: RopeSpec) -> list[RegimeRotary]:
     swapped: dict[nn.Module, RegimeRotary] = {}
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if not (type(module).__name__.endswith("RotaryEmbedding") and hasattr(module, "rope_type")):
+            continue
+        if _is_complex(module):
+            if rope.kind != "static":
+                raise ModelError(f"{type(module).__name__} has regimes and complex numbers, which is not supported")
+            # A new one, whose frequencies no cast of the model has rounded.
+            owner, leaf = name.rpartition(".")[::2]
+            setattr(model.get_submodule(owner), leaf, type(module)(module.config).to(model.device))
             continue
         if module not in swapped:
             replacement = RegimeRotary(module, rope)

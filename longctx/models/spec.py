@@ -14,7 +14,8 @@ class LayerSpec:
 
     `window` counts the query's own position (Hugging Face's convention): query i sees keys i-window+1 .. i, and the
     first `sinks`. With `local_chunk` it sees its own multiple of it. None of the three is full attention. `by_variant`:
-    the model itself has full attention here, and its user chose otherwise.
+    the model itself has full attention here, and its user chose otherwise. `temperature` (floor, scale): the query at
+    position p is multiplied by 1 + scale * log(1 + (p + 1) // floor) (Llama 4).
     """
 
     index: int
@@ -29,6 +30,7 @@ class LayerSpec:
     sinks: int = 0
     local_chunk: int | None = None
     by_variant: bool = False
+    temperature: tuple[int, float] | None = None
 
     @property
     def reach(self) -> Reach:

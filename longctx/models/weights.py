@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from longctx.errors import ModelError
@@ -24,8 +25,8 @@ from longctx.models.empty import embedding_and_head, empty_model
 _BY_TRANSFORMERS = {"mixtral", "qwen3_moe", "gpt_oss"}
 # Old checkpoints hold rotary frequencies, which are computed.
 _IGNORED = re.compile(r"rotary_emb\.inv_freq$")
-# Gemma 3's picture-and-text checkpoints hold the language model under a prefix, in two historical spellings.
-_PICTURE_PARTS = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector)\.")
+# Picture-and-text checkpoints hold the language model under a prefix: Gemma 3's in two historical spellings, Llama 4's.
+_PICTURE_PARTS = re.compile(r"^(model\.)?(vision_tower|vision_model|multi_modal_projector)\.")
 _TEXT_PREFIX = re.compile(r"^(?:model\.language_model\.|language_model\.model\.)")
 # Fixed scales for a quantized cache, as several tools name them.
 _KV_SCALES = re.compile(r"self_attn\.(?:\w+\.)*(?:k|v|kv)_(?:scale|zero_point)$|self_attn\.[kv]_proj\.output_scale$")
@@ -65,9 +66,12 @@ def _check_whole(file: Path) -> None:
         raise ModelError(f"{file} is corrupt or cut short ({reason}); download it again") from error
 
 
-def load_weights(folder: Path, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def load_weights(
+    folder: Path, config: PreTrainedConfig, dtype: torch.dtype, linears_as_stored: bool = False
+) -> PreTrainedModel:
     """Hugging Face's model with the folder's weights; those stored in `dtype` stay memory-mapped.
 
+    With `linears_as_stored` the weights of linears stay so in whatever type, for one who converts them by pieces.
     A mapped tensor occupies memory only where it is read: of a tied embedding the rows in use. Missing, unexpected and
     wrongly shaped tensors are a ModelError that lists them.
     """
@@ -75,7 +79,7 @@ def load_weights(folder: Path, config: PreTrainedConfig, dtype: torch.dtype) -> 
     if config.model_type in _BY_TRANSFORMERS or getattr(config, "quantization_config", None) is not None:
         return _load_by_transformers(folder, config, dtype)
     model = empty_model(config, dtype)
-    state = _map_tensors(files, dtype)
+    state = _map_tensors(files, dtype, _linear_weights(model) if linears_as_stored else frozenset())
     tied = _settle_tied_head(model, state, folder)
     wanted = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
     ignored = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
@@ -91,7 +95,14 @@ def load_weights(folder: Path, config: PreTrainedConfig, dtype: torch.dtype) -> 
     return model.requires_grad_(False)
 
 
-def _map_tensors(files: list[Path], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def _linear_weights(model: PreTrainedModel) -> frozenset[str]:
+    """The names of linears' weights that are nothing else besides: no look-up reads them."""
+    embedding, _ = embedding_and_head(model)
+    linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
+    return frozenset(f"{name}.weight" for name, linear in linears.items() if linear.weight is not embedding)
+
+
+def _map_tensors(files: list[Path], dtype: torch.dtype, as_stored: frozenset[str]) -> dict[str, torch.Tensor]:
     state: dict[str, torch.Tensor] = {}
     for file in files:
         with safe_open(file, framework="pt") as tensors:
@@ -100,7 +111,7 @@ def _map_tensors(files: list[Path], dtype: torch.dtype) -> dict[str, torch.Tenso
                     continue
                 tensor = tensors.get_tensor(stored)
                 name = _TEXT_PREFIX.sub("model.", stored).removeprefix("language_model.")
-                state[name] = tensor.to(dtype) if tensor.is_floating_point() else tensor
+                state[name] = tensor.to(dtype) if tensor.is_floating_point() and name not in as_stored else tensor
     return state
 
 

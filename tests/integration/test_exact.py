@@ -14,7 +14,7 @@ from tests.helpers.engine import LogitTap, make_engine, poison_pools, run_all, s
 from tests.helpers.pairwise import pairwise
 from tests.helpers.tiny import TINY, hf_logits, hf_logits64, make_tiny, random_ids
 
-MOE = ("mixtral", "qwen3_moe", "gpt_oss")
+MOE = ("mixtral", "qwen3_moe", "gpt_oss", "llama4_text")
 NEW_TOKENS = 4
 CASES = pairwise(
     {

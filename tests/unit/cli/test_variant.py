@@ -66,9 +66,3 @@ def test_a_geometry_has_no_variant(capsys: pytest.CaptureFixture[str]) -> None:
     geometry = ["--geometry", "layers=2,kv_heads=1,head_dim=16", "--tokens", "1K"]
     assert main(["plan", *geometry, "--variant", "streaming"]) == 2
     assert "--variant streaming goes with a MODEL" in capsys.readouterr().err
-
-
-def test_an_eval_under_a_variant_has_no_control(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
-    """Hugging Face would be right about another model, and every miss would be called the engine's."""
-    assert main(["eval", "niah", str(folder), "--variant", "streaming"]) == 2
-    assert "use --control none" in capsys.readouterr().err

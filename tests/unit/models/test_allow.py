@@ -31,7 +31,6 @@ def test_allowed_types_pass(kind: str) -> None:
         ("mamba", "state would mix requests"),
         ("recurrent_gemma", "state would mix requests"),
         ("granitemoehybrid", "state would mix requests"),
-        ("llama4_text", "chunked-local"),
         ("deepseek_v2", "MLA"),
         ("deepseek_v3", "MLA"),
         ("gemma3n_text", "share keys and values"),
@@ -57,9 +56,10 @@ def test_unverified_types_need_the_flag() -> None:
     check(config, unverified=True)
 
 
-def test_pictures_and_text_models_use_their_text_part() -> None:
-    config = CONFIG_MAPPING["gemma3"]()
-    assert text_config(config).model_type == "gemma3_text"
+@pytest.mark.parametrize("kind", ["gemma3", "llama4"])
+def test_pictures_and_text_models_use_their_text_part(kind: str) -> None:
+    config = CONFIG_MAPPING[kind]()
+    assert text_config(config).model_type == f"{kind}_text"
     plain = PreTrainedConfig()
     assert text_config(plain) is plain
 

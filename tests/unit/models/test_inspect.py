@@ -13,6 +13,7 @@ from transformers.masking_utils import chunked_causal_mask_function
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
+from longctx.attention.reach import Reach
 from longctx.errors import ModelError
 from longctx.models.inspect import _mask_of, resolve_dtype, spec_from_config
 from longctx.models.limits import apply_limits, rope_spec
@@ -78,6 +79,15 @@ def test_windows_are_those_of_the_masks(kind: str, overrides: dict[str, Any], ex
     assert windows == windows_of_masks(model)
 
 
+@pytest.mark.parametrize("chunk", [1, 2, 16, 48, 8192])
+def test_local_chunks_are_those_of_the_masks(chunk: int) -> None:
+    """Llama 4: chunks where it rotates, full attention with a temperature by position where it does not."""
+    layers = spec_from_config(TINY["llama4_text"](attention_chunk_size=chunk), "tiny").layers
+    local = Reach(1) if chunk == 1 else Reach(local_chunk=chunk)  # the same
+    assert [layer.reach for layer in layers] == [local, local, Reach(), local]
+    assert [layer.temperature for layer in layers] == [None, None, (64, 0.5), None]
+
+
 @pytest.mark.parametrize("kind", TINY)
 def test_layers_are_as_their_modules_call_the_hook(kind: str) -> None:
     """Head sizes, scale, soft-cap, window and sink are the ones that arrive in the attention function."""
@@ -115,7 +125,8 @@ def test_parameters_are_counted_once(kind: str) -> None:
     assert spec.tied == model.config.tie_word_embeddings
     vectors = sum(p.numel() for n, p in model.named_parameters() if p.ndim == 1)
     assert spec.num_params == spec.linear_params + vectors + 320 * 64 * (1 if spec.tied else 2)
-    assert (spec.active_linear_params < spec.linear_params) == (kind in ("mixtral", "qwen3_moe", "gpt_oss"))
+    experts = ("mixtral", "qwen3_moe", "gpt_oss", "llama4_text")
+    assert (spec.active_linear_params < spec.linear_params) == (kind in experts)
 
 
 def test_active_parameters_of_experts() -> None:
