@@ -37,12 +37,13 @@ def stored(
     fmt: str = "fp32",
     poison_k: float = math.nan,
     poison_v: float = math.nan,
+    v_fmt: str | None = None,
 ) -> Sequence:
     """A two-layer pool, on the keys' device, whose second layer holds the sequence in shuffled slots; all else is
     poison."""
     num_kv_heads, num_tokens, dim = k_KSD.shape
     num_blocks = -(-num_tokens // block_tokens)
-    layout = BlockLayout(2, num_kv_heads, block_tokens, dim, v_KSD.shape[2], FORMATS[fmt], FORMATS[fmt])
+    layout = BlockLayout(2, num_kv_heads, block_tokens, dim, v_KSD.shape[2], FORMATS[fmt], FORMATS[v_fmt or fmt])
     pool = torch.zeros(layout.block_bytes * (num_blocks + 3), dtype=torch.uint8, device=k_KSD.device)
     layer = layout.layer_view(pool, 1)
     poison(layer, poison_k, poison_v)
