@@ -125,7 +125,10 @@ def assemble(config: EngineConfig, loaded: LoadedModel, rates: Rates, *, kv_toke
         part = Partition(shape, ceil_div(kv_tokens, config.cache.block_tokens))
     swap_rotary(loaded.model, spec.rope)
     prepare = quantize_linears if spec.weights == INT8_WEIGHTS else pack_linears
-    for report in (prepare(loaded.model), fuse(loaded.model)):
+    packed = prepare(loaded.model)
+    if spec.weights == INT8_WEIGHTS and packed.reason:
+        log.warning("--weights int8: %s", packed.reason)
+    for report in (packed, fuse(loaded.model)):
         log.info("%s", report)
     machine.trim_heap()
     factors = _key_factors(config.cache, spec, groups, loaded.model.device)

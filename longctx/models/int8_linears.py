@@ -93,15 +93,15 @@ def quantize_linears(model: PreTrainedModel) -> PackReport:
 
     A weight shared with the input embedding stays there for look-ups (memory-mapped, only the rows in use are
     resident). Expert weights held as one 3-D parameter, quantized and subclassed linears are left alone and named.
-    Raises `ModelError` and changes nothing where the linears are not fp32 on a CPU, or a trial gives wrong values.
+    Their weights may be stored in any type. Raises `ModelError` and changes nothing where the model does not compute in
+    fp32 on a CPU, or a trial gives wrong values.
     """
     types = {name: type(module) for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     todo = [name for name, kind in types.items() if kind is nn.Linear]
+    if model.device.type != "cpu" or model.dtype != torch.float32:
+        kind = f"{str(model.dtype).removeprefix('torch.')} on {model.device}"
+        raise ModelError(f"--weights int8 is for float32 on a CPU, not {kind}: leave it out")
     linears: list[nn.Linear] = [model.get_submodule(name) for name in todo]  # type: ignore[misc]
-    for linear in linears:
-        if linear.weight.device.type != "cpu" or linear.weight.dtype != torch.float32:
-            kind = f"{str(linear.weight.dtype).removeprefix('torch.')} on {linear.weight.device}"
-            raise ModelError(f"--weights int8 is for float32 on a CPU, not {kind}: leave it out")
     for in_features in sorted({linear.in_features for linear in linears}):
         if fault := _trial(in_features):
             raise ModelError(f"--weights int8 does not work on this machine: {fault}; leave it out")

@@ -26,7 +26,7 @@ from longctx.models.gguf_reader import read_gguf
 from longctx.models.inspect import spec_from_config
 from longctx.models.limits import apply_limits
 from longctx.models.sources import fetch, resolve
-from longctx.models.spec import ModelSpec
+from longctx.models.spec import INT8_WEIGHTS, ModelSpec
 from longctx.models.tokenizer import load_tokenizer
 from longctx.models.weights import dummy_weights, kept_digest, load_weights, weight_files, weights_digest
 
@@ -118,7 +118,8 @@ def load_model(
     if path.is_file() and not dummy:
         folder = convert(path, progress)
         config.name_or_path = str(folder)
-    model = dummy_weights(config, torch_dtype) if dummy else load_weights(folder, config, torch_dtype)
+    as_stored = spec.weights == INT8_WEIGHTS
+    model = dummy_weights(config, torch_dtype) if dummy else load_weights(folder, config, torch_dtype, as_stored)
     digest = weights_digest(None if dummy else weight_files(folder), config)
     tokenizer = load_tokenizer(folder) if folder.is_dir() else None
     if device != "cpu":

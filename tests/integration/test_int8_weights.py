@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from longctx.kv.memory import fixed_for
 from longctx.llm import LLM
 from longctx.models.inspect import spec_from_config
 from longctx.models.int8_linears import Int8Linear
+from longctx.models.load import load_model
 from longctx.params import SamplingParams
 from longctx.rates import rates_path
 from tests.helpers.engine import LogitTap, generate, make_engine, run_all, score_all
@@ -132,11 +134,17 @@ def test_refusals_are_one_line() -> None:
             spec_from_config(config, "tiny", weights="int8", **options)
 
 
-def test_a_model_folder_end_to_end(tmp_path) -> None:
-    """Loaded from its mapped file, generates like itself, and is served beside plain ones by other blocks."""
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_a_model_folder_end_to_end(kind: str, tmp_path: Path) -> None:
+    """A folder in bf16: linears stay as stored and mapped until they are quantized, look-ups and norms become fp32."""
     folder = tmp_path / "model"
-    make_tiny("llama").save_pretrained(folder)
+    make_tiny(kind).bfloat16().save_pretrained(folder)
+    model = load_model(str(folder), weights="int8").model
+    assert model.model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16
+    assert model.model.embed_tokens.weight.dtype == model.model.norm.weight.dtype == torch.float32
+    assert model.lm_head.weight.dtype == (torch.float32 if kind == "qwen2" else torch.bfloat16)
+    expected = score_all(make_engine(make_tiny(kind).bfloat16().float(), weights="int8"), [IDS[:40]])[0]
     with LLM(str(folder), weights="int8", kv_memory="4MiB", max_model_len=256, max_running=1) as llm:
-        assert llm.engine.loaded.spec.weights == "int8"
-        first, again = (llm.generate(IDS[:40], endless(5))[0] for _ in range(2))
-        assert first.token_ids == again.token_ids and llm.plan(IDS[:40]).weight_bytes < 200_000
+        assert llm.engine.loaded.spec.weights == "int8" and llm.plan(IDS[:40]).weight_bytes < 200_000
+        logits = llm.score(IDS[:40], logits=True).logits
+        assert logits is not None and np.array_equal(logits, expected)
