@@ -17,12 +17,12 @@ from longctx.kv.factors import KeyTransform
 from longctx.kv.groups import LayerGroup
 from longctx.kv.storage import KVStorage
 from longctx.logprobs import logprob_rows, token_logprobs
-from longctx.machine import trim_heap
 from longctx.models.hook import attach
 from longctx.models.rotary import RegimeRotary
 from longctx.models.spec import ModelSpec
 from longctx.parallel.group import Group, SoloGroup
 from longctx.params import SamplingParams
+from longctx.resident import trim_heap
 from longctx.sampler import SamplingError, sample_rows
 from longctx.step import RowResult, StepRow, StepSpec
 
