@@ -53,7 +53,7 @@ def make_report(records: Sequence[Record], config: Mapping[str, Any]) -> dict[st
 
 def _cell(record: Record, records: Sequence[Record]) -> dict[str, Any]:
     """One format at one length: KL of all positions, of those read and of those decoded, and how it grows."""
-    head = {key: record[key] for key in ("format", "length", "stored", "weights", "error")}
+    head = {key: record[key] for key in ("format", "length", "note", "error")}
     if record["error"] is not None:
         return {**head, "score": 0.0}
     kl, positions = np.array(record["kl"]), np.array(record["positions"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -60,7 +61,7 @@ def run(job: EvalJob, target: Target) -> dict[str, Any]:
             comparison.compare(formats, make_text(target.llm, haystack, length), control=control)
         comparison.write(formats)
         report = finish(job, make_report(store.records, config), drift_page)
-    _note(report, config["weights"])
+    _note(report)
     return report
 
 
@@ -115,7 +116,7 @@ class _Comparison:
 
     def _distance(self, baseline: Baseline, other: LLMTarget, name: str, length: int) -> None:
         key = NoteKey.of(other.llm.engine)
-        head = {"kind": TEXT, "format": name, "length": length, "stored": key.stored, "weights": key.weights}
+        head = {"kind": TEXT, "format": name, "length": length, "note": asdict(key)}
         try:
             found = baseline.distance(other.llm)
         except EngineError as error:
@@ -190,12 +191,13 @@ def _perplexity(logprobs: np.ndarray) -> float:
     return float(np.exp(-logprobs.mean()))
 
 
-def _note(report: Mapping[str, Any], digest: str) -> None:
+def _note(report: Mapping[str, Any]) -> None:
     """Keep what was measured beside the model, where `plan` and a server's start find it."""
     for cell in report["cells"]:
         if cell["error"] is None:
-            key = NoteKey(digest, report["config"]["model"], cell["stored"], cell["weights"])
-            save_note(key, Measured(cell["length"], cell["kl"]["mean"], cell["top1"], report["date"][:10]))
+            save_note(
+                NoteKey(**cell["note"]), Measured(cell["length"], cell["kl"]["mean"], cell["top1"], report["date"][:10])
+            )
 
 
 SUITE = Suite(

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from longctx.kv.factors import KeyFactors
 from longctx.kv.groups import formats_text
 from longctx.models.spec import PLAIN_WEIGHTS
 from longctx.quant.formats import FORMATS
@@ -24,7 +25,8 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class NoteKey:
-    """What a note is of: the weights' digest (None: not known yet), what the cache stores, how weights are held.
+    """What a note is of: the weights' digest (None: not known yet), what the cache stores, how weights are held, the
+    attention variant, the digest of key factors.
 
     `model` is only what a user calls it.
     """
@@ -33,11 +35,15 @@ class NoteKey:
     model: str
     stored: str
     weights: str
+    variant: str = "exact"
+    factors: str | None = None
 
     @classmethod
     def of(cls, engine: Engine) -> NoteKey:
-        spec = engine.loaded.spec
-        return cls(engine.loaded.digest, spec.name, formats_text(engine.groups), spec.weights)
+        loaded, keys = engine.loaded, engine.runner.keys
+        stored, variant = formats_text(engine.groups), engine.config.variant.key
+        factors = keys.digest if isinstance(keys, KeyFactors) else None
+        return cls(loaded.digest, loaded.spec.name, stored, loaded.spec.weights, variant, factors)
 
     @property
     def is_lossy(self) -> bool:
@@ -48,7 +54,7 @@ class NoteKey:
     @property
     def path(self) -> Path:
         root = Path(os.environ.get("LONGCTX_CACHE") or "~/.cache/longctx").expanduser()
-        identity = json.dumps([_VERSION, self.digest, self.stored, self.weights])
+        identity = json.dumps([_VERSION, self.digest, self.stored, self.weights, self.variant, self.factors])
         return root / "drift" / f"{hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()}.json"
 
 

@@ -177,7 +177,7 @@ def _model_subject(
     for line in policy.idle(spec.layers):
         log.warning("%s", line)
     stored = formats_text(groups)
-    drift = drift_line(NoteKey(known_digest(name, config), name, stored, spec.weights))
+    drift = drift_line(NoteKey(known_digest(name, config), name, stored, spec.weights, variant.key))
     return Subject(f"{name} in {spec.dtype}{held}, KV in {stored}", groups, spec.weight_bytes, spec, variant, drift)
 
 

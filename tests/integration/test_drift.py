@@ -102,7 +102,8 @@ def test_weights_are_compared_by_themselves_and_with_a_format(llama: Path) -> No
     """Another load of the model, over which each format has an engine; exact is whole weights and fp32 KV."""
     report = drift(llama, "fp32", "int8", weights="int8", control="none", lengths=(128,))
     alone, both = report["cells"]
-    assert (alone["stored"], alone["weights"]) == ("fp32", "int8") and report["config"]["weight_mode"] == "plain"
+    assert (alone["note"]["stored"], alone["note"]["weights"]) == ("fp32", "int8")
+    assert report["config"]["weight_mode"] == "plain"
     assert 1e-6 < alone["kl"]["mean"] < 1e-2 and both["kl"]["mean"] != alone["kl"]["mean"]
     measured = load_notes(NoteKey(report["config"]["weights"], "", "int8", "int8"))
     assert [m.tokens for m in measured] == [128] and measured[0].kl == both["kl"]["mean"]
@@ -214,6 +215,8 @@ def test_a_note_is_of_one_model_one_policy_one_mode() -> None:
     assert drift_line(replace(key, digest="other")) == f"{unmeasured} int8"
     assert drift_line(replace(key, digest=None)) == f"{unmeasured} int8"
     assert drift_line(replace(key, weights="int8")) == f"{unmeasured} int8 --weights int8"
+    assert "not measured" in str(drift_line(replace(key, variant="streaming")))
+    assert "not measured" in str(drift_line(replace(key, factors="abc")))
     policy = "global:int4,sliding:k:bf16,sliding:v:int8"
     assert drift_line(replace(key, stored=policy)) == f"{unmeasured} {policy}"
     assert drift_line(replace(key, stored="bf16")) is None
