@@ -13,7 +13,8 @@ import triton.language as tl
 from longctx.attention.kernels.tiles_triton import INT4, capped, first_visible, fold, load_rows, load_tile, store_rows
 
 
-@triton.jit
+# What changes from step to step is not specialized on: a new value must not compile a new kernel.
+@triton.jit(do_not_specialize=["max_blocks", "window", "sinks", "local_chunk"])
 def decode_kernel(
     q,
     k,

@@ -46,7 +46,10 @@ def _attend_tile(
     return fold(score_MN, v_ND, v_scale_N, top_M, total_M, out_MD, V_KIND, COMPUTE, PRECISION)
 
 
-@triton.jit
+# What changes from step to step is not specialized on: a new value must not compile a new kernel.
+@triton.jit(
+    do_not_specialize=["start", "num_tokens", "span_start", "span_end", "window", "sinks", "local_chunk"],
+)
 def prefill_kernel(
     q,
     k,

@@ -114,9 +114,11 @@ def test_keys_and_values_of_other_formats_and_sizes(backend):
     [
         ("int8", AttnParams(0.25)),
         ("bf16", AttnParams(0.25, 60, None, 9)),
+        # A window of several tiles: some are seen by all rows of a query tile, and these are folded first.
+        ("fp32", AttnParams(0.25, 150)),
         ("int4", AttnParams(0.25, None, 5.0, 0, 90)),
     ],
-    ids=["full", "window and sinks", "local chunks"],
+    ids=["full", "window and sinks", "long window", "local chunks"],
 )
 def test_a_rows_bits_do_not_depend_on_its_chunk(backend, fmt, params):
     sequence = random_sequence(200, 1, 32, fmt=fmt)
@@ -213,11 +215,12 @@ def test_huge_scores_and_strided_queries(backend):
         assert_close(state, expected, 4e-7 * top_score)
 
 
-def test_offsets_are_64_bit(backend):
+@pytest.mark.parametrize("block", [16, 64])
+def test_offsets_are_64_bit(backend, block):
     """vllm-project/vllm#1486: a slot's start beyond 2 ** 31 elements, in a pool of which few pages are touched."""
-    sequence = random_sequence(40, 1, 16, fmt="int8")
+    sequence = random_sequence(40, 1, 16, fmt="int8", block_tokens=block)
     near = sequence.view.layer
-    stride = 1 << 30
+    stride = (1 << 31) - (1 << 20)
     num_slots = len(near.k)
     bytes_NS = torch.empty(num_slots * stride, dtype=torch.int8)
     far = {
