@@ -5,6 +5,7 @@ from __future__ import annotations
 from longctx.evals.bench import (
     concurrency,
     decode,
+    kv_formats,
     machine_limits,
     mixed,
     multiturn,
@@ -18,5 +19,8 @@ from longctx.evals.bench.job import Bench
 
 BENCHES: dict[str, Bench] = {
     module.BENCH.name: module.BENCH
-    for module in (machine_limits, prefill, decode, prefix, mixed, multiturn, concurrency, replay, serve, needle)
+    for module in (
+        *(machine_limits, prefill, decode, kv_formats, prefix),
+        *(mixed, multiturn, concurrency, replay, serve, needle),
+    )
 }

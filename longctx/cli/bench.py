@@ -21,7 +21,7 @@ def bench(
         str,
         typer.Argument(
             metavar="NAME",
-            help="limits, prefill, decode, prefix, mixed, multiturn, concurrency, replay, serve or needle",
+            help="limits, prefill, decode, kv-formats, prefix, mixed, multiturn, concurrency, replay, serve or needle",
         ),
     ],
     model: Annotated[

@@ -22,6 +22,7 @@ from longctx.evals.bench.memory import GrowthWatch
 from longctx.evals.bench.registry import BENCHES
 from longctx.evals.bench.report import table_text
 from longctx.evals.bench.runs import Prompts, open_engine, require_cold, run_cold, run_request
+from longctx.quant.formats import FORMATS
 from longctx.resident import peak_rss_bytes, reset_peak, resident_bytes
 from tests.helpers.tiny import make_tiny
 
@@ -64,7 +65,7 @@ def check_shares(report: dict[str, Any], figure: str) -> None:
 
 def test_every_benchmark_is_tried_here() -> None:
     assert set(BENCHES) == {
-        *("limits", "prefill", "decode", "prefix", "needle"),
+        *("limits", "prefill", "decode", "kv-formats", "prefix", "needle"),
         *("mixed", "multiturn", "concurrency", "replay", "serve"),
     }
 
@@ -95,6 +96,23 @@ def test_prefill_beside_hugging_face_agrees_with_it(folder: str) -> None:
     (row,) = bench("prefill", folder, lengths=(128,), against="hf")["rows"]
     assert row["peer_same_first_tokens"] == 2 and len(row["peer_ttft_samples_s"]) == 2
     assert row["peer_over_ours"] > 0 and "rss_growth_bytes" not in row
+
+
+def test_formats_read_the_bytes_they_store(folder: str) -> None:
+    """One row for each format and length: the floor is what one token's attention reads, scales included."""
+    report = bench("kv-formats", folder, lengths=(64, 600), options={"kv_format": "int4"})
+    check_shares(report, "attention_s")
+    rows = {(row["tokens"], row["kv_format"]): row for row in report["rows"]}
+    assert {name for _, name in rows} == {"fp32", "int4"}
+    for name in ("fp32", "int4"):
+        fmt = FORMATS[name]
+        short, long = rows[64, name], rows[600, name]
+        # Two vectors of 16 in the full layer; the window's 32 keys in five others.
+        vector = fmt.data_bytes(16) + fmt.scale_bytes(16)
+        assert short["bytes_read"] == 2 * vector * (64 + 5 * 32) and long["bytes_read"] == 2 * vector * (600 + 5 * 32)
+        assert long["attention_bytes_per_s"] == pytest.approx(long["bytes_read"] / long["attention_s"])
+        assert len(long["attention_samples_s"]) == 2 * 8 and long["times_fp32"] > 0
+    assert rows[600, "fp32"]["times_fp32"] == 1
 
 
 def test_decode_counts_the_steps_it_says(folder: str) -> None:
