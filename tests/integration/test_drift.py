@@ -75,7 +75,6 @@ def test_exact_against_exact_is_zero_and_a_format_is_not(llama: Path) -> None:
     assert any(t["first_difference"] is not None for t in report["greedy"] if t["format"] == "int4")
     [control] = report["control"]
     assert control["verdict"] == "ok" and control["kl"] < 1e-6 and report["failure"] is None
-    assert report["suggested"]["kv_format"] == "fp32", "of a random model's tokens none is much likelier than another"
 
 
 def test_a_wrong_scale_is_a_large_drift_that_grows(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
