@@ -107,7 +107,13 @@ def test_a_replaced_token_changes_exactly_the_rows_that_see_it(options: dict[str
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"), [("llama", STREAMING), ("gemma3_text", STREAMING), ("llama", CHUNKED)], ids=str
+    ("kind", "options"),
+    [
+        ("llama", {**STREAMING, "kv_format": "int8"}),
+        ("gemma3_text", STREAMING),
+        ("llama", CHUNKED),
+    ],
+    ids=str,
 )
 def test_no_bit_depends_on_chunks_hits_or_preemption(kind: str, options: dict[str, Any]) -> None:
     """Deterministic mode: chunk 7, 64, whole, a prefix hit, a question that branches off, and a pool for one of two."""
