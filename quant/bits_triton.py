@@ -119,8 +119,8 @@ def fp8_from_bits(bits, KIND: tl.constexpr):
     shift: tl.constexpr = 20 if KIND == "fp8_e4m3" else 21
     factor: tl.constexpr = 1.329227995784916e36 if KIND == "fp8_e4m3" else 5.192296858534828e33  # 2^120, 2^112
     wide = bits.to(tl.int32)
-    size = ((wide & 0x7F) << shift).to(tl.float32, bitcast=True) * factor
-    return tl.where(wide >= 128, -size, size)
+    # The sign too: in some versions a minus is a subtraction from 0, which gives 0.0 for 0.0.
+    return (((wide & 0x7F) << shift) | ((wide & 0x80) << 24)).to(tl.float32, bitcast=True) * factor
 
 
 @triton.jit
