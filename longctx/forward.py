@@ -26,10 +26,13 @@ OnAttention = Callable[[int, np.ndarray, torch.Tensor], None]
 
 @dataclass(frozen=True)
 class _GroupPlan:
-    """One layer group's share of a step: a slot and a row for each of T tokens, and the decoding rows' tables."""
+    """One layer group's share of a step: a slot and a row for each of T tokens, and the decoding rows' tables.
 
-    slots_T: np.ndarray
-    rows_T: np.ndarray
+    Slots and rows lie on a GPU where the pool does: copied once per step, not once per layer.
+    """
+
+    slots_T: np.ndarray | torch.Tensor
+    rows_T: np.ndarray | torch.Tensor
     tables: list[np.ndarray]
     decode: DecodeBatch | None
 
@@ -87,7 +90,10 @@ class ForwardPlan:
             for r, i in enumerate(self._decode_rows):
                 padded[r, : len(tables[i])] = tables[i]
             decode = DecodeBatch(padded, np.array([self._rows[i].start for i in self._decode_rows], dtype=np.int64))
-        return _GroupPlan(slots_T, self.positions_T % block_tokens, tables, decode)
+        rows_T, device = self.positions_T % block_tokens, self._storage.device
+        if device.type != "cpu":
+            return _GroupPlan(*(torch.as_tensor(x, device=device) for x in (slots_T, rows_T)), tables, decode)
+        return _GroupPlan(slots_T, rows_T, tables, decode)
 
     def attend_layer(
         self,
