@@ -91,9 +91,10 @@ class ForwardPlan:
                 padded[r, : len(tables[i])] = tables[i]
             decode = DecodeBatch(padded, np.array([self._rows[i].start for i in self._decode_rows], dtype=np.int64))
         rows_T, device = self.positions_T % block_tokens, self._storage.device
-        if device.type != "cpu":
-            return _GroupPlan(*(torch.as_tensor(x, device=device) for x in (slots_T, rows_T)), tables, decode)
-        return _GroupPlan(slots_T, rows_T, tables, decode)
+        if device.type == "cpu":
+            return _GroupPlan(slots_T, rows_T, tables, decode)
+        slots_on, rows_on = (torch.as_tensor(x, device=device) for x in (slots_T, rows_T))
+        return _GroupPlan(slots_on, rows_on, tables, decode)
 
     def attend_layer(
         self,
