@@ -117,7 +117,7 @@ def plan(
         concurrency=demand.concurrency,
         max_positions=max_positions,
         attention_variant=attention_variant,
-        kv_format=groups[0].key.k_format,
+        kv_format=formats_text(groups),
         bytes_per_token=sum(data_bytes for data_bytes, _ in marginal),
         scale_bytes_per_token=sum(scale_bytes for _, scale_bytes in marginal),
         kv_bytes=data,

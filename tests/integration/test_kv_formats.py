@@ -133,6 +133,15 @@ def test_the_option_arrives(kind: str, kv_format: str, most: float) -> None:
     assert 0 < np.abs(score_all(engine, [IDS])[0] - exact).max() / np.abs(exact).max() < most
 
 
+def test_blocks_are_shared_only_by_engines_with_the_same_table() -> None:
+    """The key names which layer has which format, and two ways to say the same table are one."""
+    model = make_tiny("smollm3")
+    said = ["layers:1:int8", "layers:2:int8", "layers:1:k:int8", "layers:1:v:int8", "layers:1:int8,layers:1:v:int8"]
+    engines = [make_engine(model, kv_format=text) for text in said]
+    roots = [engine.make_request(IDS, endless(1)).chain.parent(0) for engine in engines]
+    assert len(set(roots)) == 4 and roots[0] == roots[4]
+
+
 @every_format
 @pytest.mark.parametrize("end", ["stop", "cancel"])
 def test_what_was_generated_and_dropped_leaves_no_trace(
