@@ -28,6 +28,7 @@ from longctx.cli.run import run
 from longctx.errors import EngineError, LongctxError, RequestError
 from longctx.events import FinishEvent, ProgressEvent, Timings, TokenEvent, TokenLogprobs, Usage
 from longctx.params import SamplingParams
+from longctx.variant import VariantConfig
 
 USAGE_KEYS = {"prompt_tokens", "completion_tokens", "prompt_tokens_details"}
 TIMING_KEYS = {"queue_ms", "ttft_ms", "prefill_tokens_per_s", "decode_tokens_per_s", "peak_rss_bytes"}
@@ -55,6 +56,7 @@ class FakeLLM:
             loaded=SimpleNamespace(chat_template=self.chat_template, spec=SimpleNamespace(weight_bytes=100)),
             partition=SimpleNamespace(pool_bytes=200, longest_request=POSITIONS),
             make_request=self.check,
+            config=SimpleNamespace(variant=VariantConfig()),
         )
         FakeLLM.made = self
 
@@ -232,7 +234,8 @@ def test_the_default_length_gives_way_to_the_prompt_but_a_given_one_does_not(fak
 def test_options_reach_the_engine_as_numbers(fake: type[FakeLLM]) -> None:
     flags = "--kv-memory 2GiB --device-memory 4GB --memory-fraction 0.5 --chunk-tokens 1K --max-model-len 64K"
     more = "--rope-scaling yarn --kv-format fp32 --dtype float32 --load-format dummy --unverified-model --deterministic"
-    assert invoke("m", "--prompt", "abc", *flags.split(), *more.split()).exit_code == 0
+    lossy = "--kv-factors f.safetensors --weights int8 --variant streaming --window 1K --sinks 8 --attention torch"
+    assert invoke("m", "--prompt", "abc", *flags.split(), *more.split(), *lossy.split()).exit_code == 0
     assert fake.made.options == {
         "kv_memory": 2 * 2**30,
         "device_memory": 4 * 10**9,
@@ -245,6 +248,13 @@ def test_options_reach_the_engine_as_numbers(fake: type[FakeLLM]) -> None:
         "load_format": "dummy",
         "unverified_model": True,
         "deterministic": True,
+        "kv_factors": "f.safetensors",
+        "weights": "int8",
+        "attention_variant": "streaming",
+        "window": 1024,
+        "sinks": 8,
+        "local_chunk": None,
+        "attention": "torch",
         "max_running": 1,
     }
 
