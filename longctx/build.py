@@ -30,6 +30,7 @@ from longctx.models.spec import INT8_WEIGHTS, ModelSpec
 from longctx.params import SamplingParams
 from longctx.rates import Rates, rates_for
 from longctx.request import ScoreSheet
+from longctx.resident import trim_heap
 from longctx.variant import VariantConfig
 
 log = logging.getLogger(__name__)
@@ -130,7 +131,7 @@ def assemble(config: EngineConfig, loaded: LoadedModel, rates: Rates, *, kv_toke
         log.warning("--weights int8: %s", packed.reason)
     for report in (packed, fuse(loaded.model)):
         log.info("%s", report)
-    machine.trim_heap()
+    trim_heap()
     factors = _key_factors(config.cache, spec, groups, loaded.model.device)
     return Engine(config, loaded, groups, part, fixed, rates, factors)
 

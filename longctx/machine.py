@@ -14,8 +14,6 @@ from pathlib import Path
 import psutil
 import torch
 
-from longctx.resident import trim_heap as trim_heap
-
 CGROUP = Path("/sys/fs/cgroup")
 
 
