@@ -77,8 +77,9 @@ LOSSY_ENGINES = (*(("llama", fmt) for fmt in FORMATS if FORMATS[fmt].lossy), ("g
 
 
 def gpu_backends(device: str) -> list[str]:
-    """The backends that a GPU's user could choose and that run on `device`."""
-    return [name for name in BACKENDS if name != "numba" and why_unavailable(name, device) is None]
+    """The backends that a GPU's user could choose and that run on `device`; "auto" may be a mixture of them."""
+    names = [name for name in BACKENDS if name != "numba" and why_unavailable(name, device) is None]
+    return names if device == "cpu" else [*names, "auto"]
 
 
 def check_attention(case: AttentionCase, backend: str, device: str) -> None:
