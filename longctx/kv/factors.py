@@ -4,7 +4,6 @@ that are always large do not take the codes of all others."""
 # Shape legend: T tokens, H query heads, K kv heads, D head dim.
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -16,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from longctx.errors import LongctxError
 from longctx.kv.groups import LayerGroup
 from longctx.models.spec import LayerSpec
+from longctx.offload.key import digest_of
 
 _LEAST_SHARE = 1 / 64
 """A channel's factor is at least this share of its head's largest: what sample text left quiet may yet speak up."""
@@ -42,10 +42,7 @@ class KeyFactors:
     @property
     def digest(self) -> str:
         """Identifies the factors by their values, for the keys of the blocks that are stored with them."""
-        digest = hashlib.blake2b(digest_size=16)
-        for layer, factor_KD in self._by_layer.items():
-            digest.update(f"{layer}:{tuple(factor_KD.shape)}:".encode() + factor_KD.cpu().numpy().tobytes())
-        return digest.hexdigest()
+        return digest_of({str(layer): factor_KD.tolist() for layer, factor_KD in self._by_layer.items()})
 
     def for_lossy(self, groups: Sequence[LayerGroup], device: torch.device | str) -> KeyFactors | None:
         """Those of layers whose keys are stored in a lossy format, on `device`; None if there is no such layer."""

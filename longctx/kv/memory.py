@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from fractions import Fraction
+from importlib.util import find_spec
 
 from longctx.attention.span import TILE_TOKENS
 from longctx.errors import LongctxError
@@ -14,8 +15,11 @@ from longctx.units import format_bytes, parse_bytes
 
 DEFAULT_FRACTION = 0.9
 PROCESS_BYTES = 510_000_000
-"""Resident size of the interpreter with torch, transformers and numba before any weight (410 MB with a CPU build), and
+"""Resident size of the interpreter with torch, transformers and numba before any weight (450 MB with a CPU build), and
 some 60 MB more where kernels are compiled for the first time."""
+
+TRITON_BYTES = 100_000_000
+"""What triton adds to it: transformers imports it, by way of torch's compiler, wherever it is installed."""
 
 TOKENIZER_BYTES_PER_ENTRY = 1300
 """Resident bytes of a tokenizer per entry of the vocabulary (334 MiB measured for 262,144 entries)."""
@@ -98,7 +102,7 @@ def fixed_for(spec: ModelSpec, chunk_tokens: int, sampling_rows: int) -> Fixed:
     return Fixed(
         spec.weight_bytes,
         workspace_bytes(spec, min(chunk_tokens, spec.max_positions), sampling_rows),
-        PROCESS_BYTES + TOKENIZER_BYTES_PER_ENTRY * spec.vocab_size,
+        PROCESS_BYTES + (TRITON_BYTES if find_spec("triton") else 0) + TOKENIZER_BYTES_PER_ENTRY * spec.vocab_size,
         # Int8 weights are made of a few rows at a time.
         0 if spec.weights == INT8_WEIGHTS else spec.head_params * DTYPE_BYTES[spec.dtype],
     )

@@ -165,9 +165,10 @@ def test_inspecting_leaves_the_config_as_it_was() -> None:
 
 def test_other_masks_and_shapes_are_refused() -> None:
     """What slips through an unverified type is noticed in its masks and modules."""
-    chunked = chunked_causal_mask_function(8, torch.zeros(1, dtype=torch.int64))
-    with pytest.raises(ModelError, match="neither causal nor a sliding window"):
-        _mask_of(chunked, local_size=8)
+    with pytest.raises(ModelError, match="neither causal nor a sliding window nor a local chunk"):
+        _mask_of(lambda batch, head, query, key: (key <= query) & ((query - key) % 2 == 0))
+    with pytest.raises(ModelError, match="neither causal nor a sliding window nor a local chunk"):
+        _mask_of(chunked_causal_mask_function(16, torch.zeros(1, dtype=torch.int64)), local_size=8)
     latent = CONFIG_MAPPING["deepseek_v3"](num_hidden_layers=1, vocab_size=64, hidden_size=64, first_k_dense_replace=1)
     with pytest.raises(ModelError, match="exactly one attention"):
         spec_from_config(latent, "deepseek")
