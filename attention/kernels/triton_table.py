@@ -48,10 +48,11 @@ def prefill_tile(arch: int, compute: torch.dtype, codes: bool, pad: int) -> Pref
     if arch == INTERPRETER:
         return PrefillTile(64, 64, 4, 1)
     if compute == torch.float32:
-        return PrefillTile(16 if pad > 128 else 32, 32, 8 if pad > 64 else 4, 2)
+        return PrefillTile(16 if pad > 64 else 32, 32, 8 if pad > 128 else 4, 2)
     # On sm_80 queries stay in registers: of the largest heads half as many keys, and of decoded ones, fit beside them.
     if pad > 128:
-        return PrefillTile(64, 32 if codes or arch == 80 else 64, 8, 2)
+        # The compiler for sm_90 (triton 3.7.1) spills int4's decoding with more.
+        return PrefillTile(32 if codes and arch == 90 else 64, 32 if codes or arch == 80 else 64, 8, 2)
     if not codes:
         return PrefillTile(128, 64, 4 if pad <= 64 else 8, 3)
     return PrefillTile(128, 32 if arch == 80 and pad > 64 else 64, 8, 3)
