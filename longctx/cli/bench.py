@@ -8,7 +8,17 @@ from typing import Annotated
 
 import typer
 
-from longctx.cli.kv_options import KVFactors, KVFormat
+from longctx.cli.options import (
+    Attention,
+    ChunkTokens,
+    DType,
+    KVFactors,
+    KVFormat,
+    KVMemory,
+    LoadFormat,
+    MaxModelLen,
+    Weights,
+)
 from longctx.cli.out import new_file
 from longctx.cli.progress import say, stderr_console
 from longctx.cli.variant import LocalChunk, Sinks, Variant, Window, variant_options
@@ -43,23 +53,19 @@ def bench(
     ] = None,
     speedup: Annotated[float, typer.Option(help="replay a trace so many times as fast")] = 1.0,
     profile: Annotated[bool, typer.Option("--profile", help="also say where the time of a step goes")] = False,
-    max_model_len: Annotated[str | None, typer.Option(metavar="N", help="the longest request, such as 128K")] = None,
-    chunk_tokens: Annotated[str | None, typer.Option(metavar="N", help="prompt tokens per step; fixes it")] = None,
+    max_model_len: MaxModelLen = None,
+    chunk_tokens: ChunkTokens = None,
     kv_format: KVFormat = "auto",
     kv_factors: KVFactors = None,
-    attention: Annotated[
-        str, typer.Option(metavar="auto|torch|numba|triton", help="what computes attention; auto is the fastest there")
-    ] = "auto",
+    attention: Attention = "auto",
     variant: Variant = "exact",
     window: Window = None,
     sinks: Sinks = None,
     local_chunk: LocalChunk = None,
-    kv_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="the cache's pool, such as 2GiB")] = None,
-    dtype: Annotated[str, typer.Option(help="arithmetic and weights")] = "auto",
-    weights: Annotated[
-        str, typer.Option(metavar="auto|int8", help="int8: a quarter of the bytes, and faster, on a CPU")
-    ] = "auto",
-    load_format: Annotated[str, typer.Option(help="auto, or dummy for random weights")] = "auto",
+    kv_memory: KVMemory = None,
+    dtype: DType = "auto",
+    weights: Weights = "auto",
+    load_format: LoadFormat = "auto",
     out: Annotated[str | None, typer.Option(metavar="FILE", help="also write the JSON to a new file")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object on stdout")] = False,
 ) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from longctx.cli.kv_options import KVFactors
+from longctx.cli.options import Attention, ChunkTokens, DType, KVFactors, KVMemory, LoadFormat, MaxModelLen, RopeScaling
 from longctx.cli.progress import JobProgress, LoadProgress, Meter, say, stderr_console
 from longctx.cli.variant import LocalChunk, Sinks, Variant, Window, variant_options
 from longctx.errors import EngineError, LongctxError
@@ -58,9 +58,9 @@ def evaluate(
     chat: Annotated[
         bool | None, typer.Option("--chat/--raw", help="use the chat template or not; by default if there is one")
     ] = None,
-    max_model_len: Annotated[str | None, typer.Option(metavar="N", help="the longest request, such as 128K")] = None,
-    rope_scaling: Annotated[str | None, typer.Option(metavar="yarn|linear", help="beyond a model's positions")] = None,
-    chunk_tokens: Annotated[str | None, typer.Option(metavar="N", help="prompt tokens per step; fixes it")] = None,
+    max_model_len: MaxModelLen = None,
+    rope_scaling: RopeScaling = None,
+    chunk_tokens: ChunkTokens = None,
     kv_format: Annotated[
         list[str] | None, typer.Option(help="how the cache is stored; drift compares several: a,b or again")
     ] = None,
@@ -72,12 +72,10 @@ def evaluate(
     window: Window = None,
     sinks: Sinks = None,
     local_chunk: LocalChunk = None,
-    attention: Annotated[
-        str, typer.Option(metavar="auto|torch|numba|triton", help="what computes attention; auto is the fastest there")
-    ] = "auto",
-    kv_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="the cache's pool, such as 2GiB")] = None,
-    dtype: Annotated[str, typer.Option(help="arithmetic and weights")] = "auto",
-    load_format: Annotated[str, typer.Option(help="auto, or dummy for random weights")] = "auto",
+    attention: Attention = "auto",
+    kv_memory: KVMemory = None,
+    dtype: DType = "auto",
+    load_format: LoadFormat = "auto",
     out: Annotated[
         str | None, typer.Option(metavar="FOLDER", help="keep results there; goes on where an earlier run stopped")
     ] = None,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from longctx.cli.kv_options import KVFormat
+from longctx.cli.options import ChunkTokens, DeviceMemory, DType, KVFormat, KVMemory, MaxModelLen, RopeScaling, Weights
 from longctx.cli.variant import LocalChunk, Sinks, Variant, Window, variant_options
 from longctx.errors import LongctxError
 from longctx.units import format_bytes, format_seconds, format_tokens, parse_bytes, parse_rate, parse_tokens
@@ -59,20 +59,18 @@ def plan(
     window: Window = None,
     sinks: Sinks = None,
     local_chunk: LocalChunk = None,
-    kv_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="the cache's pool, such as 2GiB")] = None,
-    device_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="weights, workspace and pool")] = None,
+    kv_memory: KVMemory = None,
+    device_memory: DeviceMemory = None,
     memory_fraction: Annotated[float | None, typer.Option(help="the pool's share of what the rest leaves")] = None,
-    chunk_tokens: Annotated[str | None, typer.Option(metavar="N", help="prompt tokens per step; fixes it")] = None,
+    chunk_tokens: ChunkTokens = None,
     tier: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=SPEED[,SIZE]", help="a tier's speed and capacity, such as g2=25GB/s,64GiB; again"),
     ] = None,
-    max_model_len: Annotated[str | None, typer.Option(metavar="N", help="the longest request, such as 128K")] = None,
-    rope_scaling: Annotated[str | None, typer.Option(metavar="yarn|linear", help="beyond a model's positions")] = None,
-    dtype: Annotated[str, typer.Option(help="arithmetic and weights")] = "auto",
-    weights: Annotated[
-        str, typer.Option(metavar="auto|int8", help="int8: a quarter of the bytes, and faster, on a CPU")
-    ] = "auto",
+    max_model_len: MaxModelLen = None,
+    rope_scaling: RopeScaling = None,
+    dtype: DType = "auto",
+    weights: Weights = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object on stdout")] = False,
 ) -> None:
     """Say whether a context fits, to the byte, how long its prefill takes, and the smallest change that makes it fit.

@@ -13,7 +13,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from longctx.cli.kv_options import KVFactors, KVFormat
+from longctx.cli.options import (
+    Attention,
+    ChunkTokens,
+    DeviceMemory,
+    DType,
+    KVFactors,
+    KVFormat,
+    KVMemory,
+    LoadFormat,
+    MaxModelLen,
+    RopeScaling,
+    Weights,
+)
 from longctx.cli.variant import LocalChunk, Sinks, Variant, Window, variant_options
 from longctx.config import EngineConfig
 from longctx.errors import LongctxError
@@ -64,26 +76,22 @@ def serve(
     ping_seconds: Annotated[float, typer.Option(help="silence in a stream before a ping is sent")] = 10.0,
     log_format: Annotated[str, typer.Option(metavar="text|json", help="how the log is written")] = "text",
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="write prompts to the log")] = False,
-    chunk_tokens: Annotated[str | None, typer.Option(metavar="N", help="prompt tokens per step; fixes it")] = None,
-    max_model_len: Annotated[str | None, typer.Option(metavar="N", help="the longest request, such as 128K")] = None,
-    rope_scaling: Annotated[str | None, typer.Option(metavar="yarn|linear", help="beyond a model's positions")] = None,
+    chunk_tokens: ChunkTokens = None,
+    max_model_len: MaxModelLen = None,
+    rope_scaling: RopeScaling = None,
     kv_format: KVFormat = "auto",
     kv_factors: KVFactors = None,
-    attention: Annotated[
-        str, typer.Option(metavar="auto|torch|numba|triton", help="what computes attention; auto is the fastest there")
-    ] = "auto",
+    attention: Attention = "auto",
     variant: Variant = "exact",
     window: Window = None,
     sinks: Sinks = None,
     local_chunk: LocalChunk = None,
-    kv_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="the cache's pool, such as 2GiB")] = None,
-    device_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="weights, workspace and pool")] = None,
+    kv_memory: KVMemory = None,
+    device_memory: DeviceMemory = None,
     memory_fraction: Annotated[float | None, typer.Option(help="the pool's share of what the rest leaves")] = None,
-    dtype: Annotated[str, typer.Option(help="arithmetic and weights")] = "auto",
-    weights: Annotated[
-        str, typer.Option(metavar="auto|int8", help="int8: a quarter of the bytes, and faster, on a CPU")
-    ] = "auto",
-    load_format: Annotated[str, typer.Option(help="auto, or dummy for random weights")] = "auto",
+    dtype: DType = "auto",
+    weights: Weights = "auto",
+    load_format: LoadFormat = "auto",
     unverified_model: Annotated[bool, typer.Option("--unverified-model", help="allow other model types")] = False,
     deterministic: Annotated[bool, typer.Option("--deterministic", help="the same bits whatever is cached")] = False,
 ) -> None:
